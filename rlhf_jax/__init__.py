@@ -1,7 +1,7 @@
 """RLHF in JAX as pure functions: a frozen reference, a KL penalty, PPO.
 
-The names below are the front door: `from rlhf_jax import kl, losses, ppo`. Each is
-loaded on first use, so that the arithmetic needs neither transformers nor orbax.
+The names below are the public modules: `from rlhf_jax import kl, losses, ppo`. Each is
+imported on first use, so that the array functions need neither transformers nor orbax.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-# A package imports only from itself and from packages before it.
+# Each package imports only from itself and from packages before it.
 PACKAGES = (
     "functional",
     "audit",

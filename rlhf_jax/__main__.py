@@ -1,4 +1,4 @@
-"""`python -m rlhf_jax` is the console script `rlhf-jax`."""
+"""Makes `python -m rlhf_jax` the same as the console script `rlhf-jax`."""
 
 from rlhf_jax.train.main import main
 

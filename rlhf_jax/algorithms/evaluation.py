@@ -1,11 +1,11 @@
-"""What is measured besides the reward: fixed texts, a judge, the distance of responses.
+"""Measurements besides the reward: fixed texts, a judge, the KL of whole responses.
 
     stats = evaluation.text_stats(policy, texts, model=model)     log perplexity
     stats |= evaluation.judge_stats(judge(rollout))               never trained on
     evaluation.divergence(policy, reference, rollout=...)         KL of each response
 
-Taken before the update of a step, the first two describe the policy that sampled the
-step's rollout, as `objective/` does.
+Computed before the update of a step, the first two describe the policy that sampled
+the step's rollout, as `objective/` does.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Params = Any
 def text_stats(
     params: Params, texts: Mapping[str, Sequences], *, model: ModelConfig
 ) -> masked.Stats:
-    """-(1/N) Σ log π(token | those before), the log of the texts' perplexity.
+    """-(1/N) Σ log π(token | tokens before it), the log of the texts' perplexity.
 
-    The mean is over tokens, however texts are cut into batches; at temperature 1.
+    The mean is over the tokens of all batches, at temperature 1.
 
     Args:
-      texts: {name: Sequences[M, b, S]}, M batches that are held one at a time; the
-        tokens of `response_mask` are read.
+      texts: {name: Sequences[M, b, S]}, M batches, run one at a time; the tokens of
+        `response_mask` are read.
 
     Returns:
       {"eval/NAME_nll": (sum, weight)}, nats per token.
@@ -51,22 +51,21 @@ def text_stats(
 
     stats: masked.Stats = {}
     for name, batches in texts.items():
-        # A loop over batches, not `vmap`: one batch of activations is held at a time.
+        # A loop, not `vmap`: the activations of one batch are alive at a time.
         totals, weights = jax.lax.map(of_batch, batches)
         stats[f"eval/{name}_nll"] = (totals.sum(), weights.sum())
     return stats
 
 
 def judge_stats(scores: Array, *, judged: Array | None = None) -> masked.Stats:
-    """{"judge/score": (sum, weight)} of what a held-out judge says of a rollout.
+    """{"judge/score": (sum, weight)} of a held-out judge's scores of a rollout.
 
-    A reward that the policy is not trained on: if it falls while `objective/scores`
-    rises, the policy has found a hole in its own.
+    The policy is not trained on these scores: if they fall while `objective/scores`
+    rises, the policy exploits a weakness of its reward.
 
     Args:
       scores: f32[B], in the judge's units, one per response.
-      judged: bool[B], False where there is no score, whatever stands there; None: the
-        judge never fails.
+      judged: bool[B], False where the judge gave no score; None: it scored all.
 
     Returns:
       With `judged` also "judge/failed", the share of responses without a score.
@@ -86,7 +85,7 @@ def judge_stats(scores: Array, *, judged: Array | None = None) -> masked.Stats:
 
 
 class Divergence(NamedTuple):
-    """How far a policy's responses are from a reference, each summed over tokens."""
+    """The KL of a policy's responses to a reference, summed over tokens."""
 
     exact: Array  # f32[B], nats, Σ KL(π ‖ π_ref) over the vocabulary
     k1: Array  # f32[B], nats, Σ log π(token) - log π_ref(token)
@@ -105,9 +104,9 @@ def divergence(
 ) -> Divergence:
     """The KL of each response to the reference, from a forward pass of each model.
 
-    Both estimate KL(π ‖ π_ref) of whole responses where π drew them: `exact` takes the
-    expectation over each token by itself, at the prefixes that were drawn, and so
-    varies less; `k1` reads the drawn tokens alone.
+    `exact` and `k1` both estimate KL(π ‖ π_ref) of whole responses drawn from π. `k1`
+    reads only the drawn tokens. `exact` takes the expectation over each token at the
+    drawn prefixes, so its variance is smaller.
     """
     tokens, mask = rollout.tokens, rollout.mask
     first_column = tokens.shape[1] - max_new_tokens

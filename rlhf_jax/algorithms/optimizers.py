@@ -1,4 +1,4 @@
-"""Update rules beside optax's own: Adam as RLHF has it, and Muon of stacked layers."""
+"""Optimizers: Adam with the options of RLHF codebases, and Muon for stacked layers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Array = jax.Array
 Params = Any
 
 Style = Literal["standard", "tf"]
-"""Where eps stands: sqrt(v̂) + eps as in the paper, or sqrt(v) + eps as in TF 1."""
+"""Place of eps: sqrt(v̂) + eps as in the paper, or sqrt(v) + eps as in TF 1."""
 
 MomentDtype = Literal["float32", "bfloat16"]
-"""What m is held in between updates."""
+"""Dtype in which m is stored between updates."""
 
 
 def adam(
@@ -34,32 +34,33 @@ def adam(
     weight_decay: float | None = None,
     decayed: Callable[[Params], Params] | None = None,
 ) -> optax.GradientTransformation:
-    """Adam, its m and v the running means of the gradient and of its square.
+    """Adam, with m and v the running means of the gradient and of its square.
 
         standard  -lr · m̂ / (sqrt(v̂) + eps)    m̂ = m/(1 - b1^t), v̂ = v/(1 - b2^t)
         tf        -lr · sqrt(1 - b2^t)/(1 - b1^t) · m / (sqrt(v) + eps)
 
     The second is the first with eps/sqrt(1 - b2^t) in place of eps: 32 times as much in
-    the first step with b2 = 0.999, 1.2 times in step 1200. Gradients that are small
-    beside it then hardly move their parameters early in the run.
+    the first step with b2 = 0.999, 1.2 times in step 1200. Early in the run, gradients
+    that are small against it then hardly move their parameters.
 
-    In bfloat16 m takes 2 bytes a parameter for 4. It is rounded once an update, after
-    the step was made of it, to u = 2^-8 of itself: with b1 = 0.9 it is at most
-    u/(1 - b1) = 4% off, which is little beside the noise of a gradient. v is always
-    float32. With b2 = 0.999 an update moves it by 0.1% of g² - v, and what is less than
-    u = 0.4% of it rounds to nothing: v would stand still, and steps with it.
+    In bfloat16 m takes 2 bytes per parameter instead of 4. It is rounded once per
+    update, after the step, with a relative error of u = 2^-8: with b1 = 0.9 it is at
+    most u/(1 - b1) = 4% off, less than the noise of a gradient. v is always float32.
+    With b2 = 0.999 an update moves v by 0.1% of g² - v, and bfloat16 would round
+    changes below u = 0.4% of v to nothing: v would stand still.
 
     Args:
-      learning_rate: lr, or update (from 0) -> lr, as `optax` schedules are.
-      weight_decay: λ of AdamW, -lr · λ · parameter beside Adam's step; None is Adam.
-      decayed: parameters -> tree of bool, which decay; None is all.
+      learning_rate: lr, or a schedule, update (from 0) -> lr, as in optax.
+      weight_decay: λ of AdamW, adds -lr · λ · parameter to Adam's step; None is Adam.
+      decayed: parameters -> tree of bool, True where they decay; None is all.
 
     Returns:
-      To be chained after clipping by norm. The state of both styles has one structure.
+      To be chained after clipping by norm. The states of both styles have the same
+      structure.
 
     Source: Kingma & Ba 2015, arXiv:1412.6980, algorithm 1, and the end of section 2 for
-    tf; what it does to RLHF is in Huang et al. 2023, "The N Implementation Details of
-    RLHF with PPO".
+    tf; for its effect on RLHF, Huang et al. 2023, "The N Implementation Details of RLHF
+    with PPO".
     """
     if not callable(learning_rate):
         checks.non_negative(learning_rate=learning_rate)
@@ -79,9 +80,9 @@ def adam(
 
 
 def are_matrices(params: Params) -> Params:
-    """Which leaves are matrices, one or one per layer: a tree of bool.
+    """A tree of bool, True at leaves that are a matrix, or one matrix per layer.
 
-    Norms and biases are not, though those of stacked layers have two axes.
+    Norms and biases are False, although those of stacked layers have two axes.
     """
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf.ndim - _stacked(path) >= 2, params
@@ -99,14 +100,14 @@ def muon(
 
         m ← β·m + g        update = -lr · (sqrt(max(1, rows/columns))·O(β·m + g) + λ·θ)
 
-    with O the orthogonal factor of a matrix, by `ns_steps` steps of Newton and Schulz.
-    It is `optax.contrib.muon`, for which the first axis of stacked layers f32[L, in,
-    out] is no part of a matrix: each layer's is orthogonalised by itself.
+    with O the orthogonal factor of a matrix, by `ns_steps` Newton-Schulz steps. It is
+    `optax.contrib.muon`, told that the first axis of stacked layers f32[L, in, out]
+    counts layers: each layer's matrix is orthogonalised by itself.
 
     Args:
-      learning_rate: lr, or update (from 0) -> lr, of both rules.
+      learning_rate: lr of both rules, or a schedule, update (from 0) -> lr.
       beta: decay of Muon's momentum, dimensionless.
-      ns_steps: iterations of Newton and Schulz, 1 or more.
+      ns_steps: Newton-Schulz iterations, 1 or more.
       weight_decay: λ of both rules.
 
     Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon.
@@ -114,7 +115,7 @@ def muon(
 
     def dimensions(params: Params) -> Params:
         def of(path: Any, leaf: Array) -> Any:
-            # Taps of a convolution, one filter a channel, are no matrix.
+            # Taps of a convolution, one filter per channel, are not a matrix.
             taps = getattr(path[-1], "key", "").endswith("_taps")
             if not _stacked(path) or leaf.ndim < 3 or taps:
                 return None
@@ -134,15 +135,15 @@ def muon(
 
 
 def _stacked(path: Any) -> bool:
-    """Whether the first axis of a leaf is that of layers."""
+    """Whether the first axis of a leaf counts layers."""
     return any(getattr(key, "key", None) == "layers" for key in path)
 
 
 def _holding_m_in_bfloat16(
     scale: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
-    # Not mu_dtype of optax, which multiplies b1 and m in bfloat16, where 0.9 is 0.898:
-    # a constant gradient then has an m that is 1.5% too small for that alone.
+    # Not optax's mu_dtype, which multiplies b1 and m in bfloat16, where 0.9 is 0.898:
+    # that alone makes m 1.5% too small for a constant gradient.
     def stored(state: optax.OptState, dtype: jnp.dtype) -> optax.ScaleByAdamState:
         assert isinstance(state, optax.ScaleByAdamState)
         return state._replace(mu=optax.tree.cast(state.mu, dtype))
@@ -171,7 +172,7 @@ def _scale_by_tf_adam(
         state: optax.OptState,
         params: optax.Params | None = None,
     ) -> tuple[optax.Updates, optax.OptState]:
-        # What optax makes of the moments is left unread; the moments are its own.
+        # optax updates the moments; its step is not used.
         _, state = moments.update(updates, state, params)
         assert isinstance(state, optax.ScaleByAdamState)
         count = jnp.asarray(state.count, jnp.float32)

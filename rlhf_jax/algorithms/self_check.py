@@ -1,9 +1,9 @@
-"""Before the first update PPO proves itself, or stops and says what differs.
+"""The self-check of a run on its first rollout, before the first update.
 
-Two facts must hold on the very first rollout. The trainer's log-probs of the sampled
-tokens are the sampler's: else the temperature, the columns, the masks or the positions
-of the two disagree, and every ratio is wrong. And while the policy still *is* the
-reference, their KL is 0: else one of them is another model, or is read differently.
+Two facts must hold. The trainer's log-probs of the sampled tokens equal the sampler's:
+otherwise their temperatures, columns, masks or positions disagree, and every ratio is
+wrong. While the policy still *is* the reference, their KL is 0: otherwise one of them
+is another model, or is read differently. The run stops if either fails.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from rlhf_jax.roles.reference.frozen import Frozen, adapted_params
 Array = jax.Array
 Params = Any
 
-# Largest mean |Δ log-prob| of a response, nats per token. By compute dtype: cached
-# decoding and the full forward sum in different orders. By the dtype that a reference
-# is stored in: its parameters are rounded.
+# Largest mean |Δ log-prob| of a response, nats per token: by compute dtype, as cached
+# decoding and full forward pass sum in different orders, and by storage dtype of a
+# reference, whose parameters are rounded.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 5e-3, "int8": 1e-1}
 
 
 class SelfCheckError(StopError):
-    """The first rollout contradicts itself: PPO would optimise something else."""
+    """The self-check failed: the run would optimise something else."""
 
 
 @flax.struct.dataclass
 class Measured:
-    """What the check compares, on the response tokens of the first rollout."""
+    """The log-probs to compare, at the response tokens of the first rollout."""
 
-    trainer: Array  # f32[B, S], nats, recomputed by the policy's full forward
-    sampler: Array  # f32[B, S], nats, kept while sampling
+    trainer: Array  # f32[B, S], nats, from a full forward pass of the policy
+    sampler: Array  # f32[B, S], nats, recorded while sampling
     reference: Array | None  # f32[B, S], nats
     mask: Array  # bool[B, S]
-    starts_equal: Array  # bool[], the policy holds the reference's parameters
+    starts_equal: Array  # bool[], the policy has the reference's parameters
 
 
 def measure(
@@ -61,15 +61,16 @@ def measure(
     ref_logprobs: Array | None = None,
     packing: SizedPacking | None = None,
 ) -> Measured:
-    """Log-probs of the rollout, recomputed by policy and reference; pure, so jittable.
+    """Recomputes the rollout's log-probs by policy and reference; a pure function.
 
     Args:
       policy: the parameters that sampled the rollout, not updated since.
-      reference: None has no KL to check.
-      ref_logprobs: f32[B, S], nats, of the reference, from the very program
-        that will score every rollout; `reference` is not run then, and whether the
-        policy starts as it is the caller's to say (`require`).
-      packing: of the rollout, as the update will read it; None leaves its rows padded.
+      reference: None, without `ref_logprobs`, checks no KL.
+      ref_logprobs: f32[B, S], nats, of the reference, from the program that scores
+        every rollout; `reference` is then not run. Without `reference` the caller says
+        whether the policy starts as the reference (`require`).
+      packing: packed layout in which the update will read the rollout; None reads
+        padded rows.
     """
 
     def recomputed(params: Params, model: ModelConfig) -> Array:
@@ -83,14 +84,13 @@ def measure(
         )
 
     params = adapted_params(policy, base=base, lora=lora)
-    # Without a reference, or with one of another structure, nothing must be equal.
+    # Without a reference, or with another structure, equality is not required.
     equal = jnp.zeros((), bool)
     if reference is not None:
         if base is None:
             digests, unmoved = fingerprint.digests(policy), True
         else:
-            # The reference under LoRA is the base: it is the policy as long as the
-            # adapters add 0.
+            # Under LoRA the base equals the policy as long as the adapters add 0.
             digests, unmoved = base.source_digests, changes_nothing(policy)
         if digests.shape == reference.source_digests.shape:
             equal = (digests == reference.source_digests).all() & unmoved
@@ -114,22 +114,22 @@ def require(
     storage_tolerance: float = 0.0,
     expect_equal: bool = False,
 ) -> None:
-    """Stops unless the two facts hold.
+    """Raises an error unless both facts hold.
 
     Args:
-      tolerance: of the mean |trainer - sampler| of any response, nats per token
+      tolerance: bound of the mean |trainer - sampler| of any response, nats per token
         (`TOLERANCE`).
-      sampler_tolerance: of that mean beyond `tolerance`, for responses that were
-        sampled with parameters of fewer bits.
-      storage_tolerance: of the mean |trainer - reference| beyond `tolerance`, for a
+      sampler_tolerance: added to `tolerance` for responses that were sampled with
+        parameters of fewer bits.
+      storage_tolerance: added to `tolerance` for the mean |trainer - reference|, for a
         reference stored in fewer bits than the policy.
-      expect_equal: the policy must start as the reference. By default that is read off
-        their fingerprints, so that a policy may start elsewhere.
+      expect_equal: the policy must start as the reference. By default it must only if
+        their fingerprints are equal, so that a policy may start elsewhere.
 
     Raises:
-      SelfCheckError: says which pair differs, by how much and where most.
+      SelfCheckError: names the pair that differs, by how much, and where most.
     """
-    # One transfer for all arrays: the comparison is NumPy's, on the host.
+    # One transfer for all arrays; NumPy compares them on the host.
     measured = jax.device_get(measured)
     compare(
         measured.trainer,
@@ -167,9 +167,9 @@ def compare(
     names: tuple[str, str],
     advice: str,
 ) -> float:
-    """The largest mean |left - right| of a row, which must be within the tolerance."""
+    """Returns the largest mean |left - right| of a row; SelfCheckError if too large."""
     distance = np.where(mask, abs(left - right), 0.0)
-    # By response, since a fault in how padding is treated may touch only a few.
+    # Per response: a fault in the treatment of padding may affect only a few.
     means = distance.sum(axis=1) / np.maximum(mask.sum(axis=1), 1)
     worst = int(means.argmax())  # a NaN counts as the largest
     if means[worst] <= tolerance:  # False for NaN

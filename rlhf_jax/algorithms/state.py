@@ -1,8 +1,8 @@
-"""Trained parameters with their optimizers, and the one way they are updated.
+"""Training states, accumulation of gradients, and optimizer steps.
 
-What is trained is float32: a state of other parameters is a TypeError that names the
-leaf. `micro_batch_size` is the number of rows per forward and backward pass; None takes
-all at once.
+Trained parameters are float32: a state of other parameters raises a TypeError that
+names the leaf. `micro_batch_size` is the number of rows per forward and backward pass;
+None takes all at once.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from rlhf_jax.roles.rewards.scores import RunningMoments
 Array = jax.Array
 Params = Any
 Optimizer = optax.GradientTransformation
-# (params, part of a batch) -> (loss, stats); with `packing=` where models read it so.
+# (params, part of a batch) -> (loss, stats); with `packing=` for a packed part.
 LossFunction = Callable[..., tuple[Array, masked.Stats]]
 
 
 @flax.struct.dataclass
 class TrainState:
-    """All that a policy gradient changes; donate it to the update."""
+    """Everything that a policy gradient updates; donate it to the update."""
 
     step: Array  # i32[], iterations done
     policy: Params
     policy_opt: optax.OptState
-    critic: Params  # None where there is none
+    critic: Params  # None without a critic
     critic_opt: optax.OptState | None
     kl: KLController
-    scores: RunningMoments  # of every score so far
-    skipped: Array  # i32[], updates skipped in a row for a gradient not finite
-    # f32[], reward units per nat, of `entropy_control`; None without one.
+    scores: RunningMoments  # of all scores so far
+    skipped: Array  # i32[], updates skipped in a row, for gradients that are not finite
+    # f32[], reward units per nat, the coefficient of `entropy_control`; None without.
     entropy_coef: Array | None = None
 
 
 @flax.struct.dataclass
 class SupervisedState:
-    """All that SFT, reward-model training or a critic apart changes; donate it."""
+    """Everything that supervised training, or a critic apart, updates; donate it."""
 
     step: Array  # i32[], updates done
     params: Params
     opt: optax.OptState
-    skipped: Array  # i32[], updates skipped in a row for a gradient not finite
+    skipped: Array  # i32[], updates skipped in a row, for gradients that are not finite
 
 
 def ppo_state(
@@ -75,9 +75,9 @@ def ppo_state(
     Args:
       policy, critic: parameters, f32 leaves that share no buffer (`critic.from_policy`
         copies), as both are donated.
-      entropy_coef: that of `grpo_state`.
+      entropy_coef: as in `grpo_state`.
     """
-    # The policy is checked by `grpo_state`, which makes the rest of the state.
+    # `grpo_state` checks the policy, and makes the rest of the state.
     _check_float32({"critic": critic})
     state = grpo_state(
         policy=policy,
@@ -97,11 +97,11 @@ def grpo_state(
     kl: KLController,
     entropy_coef: float | None = None,
 ) -> TrainState:
-    """The state before the first iteration without a critic, or beside one apart.
+    """The state before the first iteration, without a critic or with one apart.
 
     Args:
-      entropy_coef: reward units per nat, the first one of a recipe with
-        `entropy_control`; None without that.
+      entropy_coef: reward units per nat, first coefficient of `entropy_control`; None
+        without it.
     """
     _check_float32({"policy": policy})
     return TrainState(
@@ -118,7 +118,7 @@ def grpo_state(
 
 
 def supervised_state(params: Params, *, optimizer: Optimizer) -> SupervisedState:
-    """The state before the first update, by the optimizer that will make it."""
+    """The state before the first update by `optimizer`."""
     _check_float32(params)
     return SupervisedState(
         step=jnp.zeros((), jnp.int32),
@@ -135,19 +135,19 @@ def _check_float32(params: Params) -> None:
         if leaf.dtype != jnp.float32:
             raise TypeError(
                 f"{path}: expected float32 to train, got {leaf.dtype}, in which small "
-                f"steps round to none at all; load with dtype='float32' and let "
-                f"model.dtype alone be {leaf.dtype}"
+                f"steps round to nothing; load with dtype='float32', and set only "
+                f"model.dtype to {leaf.dtype}"
             )
 
 
 def micro_batches(batch: Any, *, micro_batch_size: int | None) -> Any:
-    """A batch whose leaves have B rows as its micro-batches, [B / size, size, ...].
+    """Cuts a batch whose leaves have B rows into micro-batches [B / size, size, ...].
 
         rows           0  1  2  3  4  5     B = 6, micro_batch_size = 3
         micro-batch    0  1  0  1  0  1
 
-    Neighbouring rows go to different micro-batches, so that rows which are sharded in
-    blocks leave every device with its share of each.
+    Neighbouring rows go to different micro-batches: where rows are sharded in blocks,
+    every device keeps its share of each micro-batch.
     """
     rows = jax.tree.leaves(batch)[0].shape[0]
     size = rows if micro_batch_size is None else micro_batch_size
@@ -166,19 +166,19 @@ def micro_batches(batch: Any, *, micro_batch_size: int | None) -> Any:
 def accumulate(
     loss: LossFunction, params: Params, batch: Any, *, micro_batch_size: int | None
 ) -> tuple[Params, masked.Stats]:
-    """Gradient of a loss that is a sum over rows, a micro-batch at a time.
+    """Gradient of a loss that is a sum over rows, one micro-batch at a time.
 
         ∇L = Σ_parts ∇L_part,  stats = Σ_parts stats_part (sums and weights)
 
     Args:
       loss: (params, rows) -> (loss f32[], stats), already divided by the count of the
         whole batch, so that the losses of its parts add up.
-      params: f32 leaves; the gradient is by all of them.
+      params: f32 leaves; the gradient is with respect to all of them.
       batch: a pytree whose leaves have B rows.
-      micro_batch_size: rows of a part, of `micro_batches`; None takes one part.
+      micro_batch_size: rows of a part (`micro_batches`); None takes one part.
 
     Returns:
-      The gradient, of the structure of `params` in their dtypes, and the stats of all
+      The gradient, with the structure and dtypes of `params`, and the stats of all
       parts together.
 
     Raises:
@@ -192,8 +192,7 @@ def accumulate(
 
     def add(total: Params, part: Any) -> tuple[Params, masked.Stats]:
         grads, stats = gradient(params, part)
-        # Gradients are carried, one buffer for all parts; stats are stacked, as they
-        # are few.
+        # Gradients are carried, in one buffer for all parts; stats are stacked.
         return jax.tree.map(jnp.add, total, grads), stats
 
     grads, stats = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), parts)
@@ -202,7 +201,7 @@ def accumulate(
 
 @flax.struct.dataclass
 class PackedParts:
-    """How the rows of one minibatch are packed, in C parts of whole responses."""
+    """The packed layout of one minibatch, in C parts of whole responses."""
 
     packing: SizedPacking  # every leaf [C, ...]
     members: Array  # bool[C, b], the responses of each part
@@ -224,40 +223,39 @@ def packed_parts(packing: RolloutPacking | None, *, steps: int) -> PackedParts |
 def accumulate_packed(
     loss: LossFunction, params: Params, minibatch: Any, *, parts: PackedParts
 ) -> tuple[Params, masked.Stats]:
-    """`accumulate`, of parts that hold tokens rather than rows: ∇L = Σ_parts ∇L_part.
+    """`accumulate` over packed parts: ∇L = Σ_parts ∇L_part.
 
-    The rows of a minibatch that a part does not hold are all 0 and False in it: they
-    weigh nothing. Padded arrays of numbers per token are small beside the model's. A
-    part without responses is not computed.
+    Every part has all rows of the minibatch, with 0 and False in the rows of other
+    parts, which therefore have no weight: padded arrays per token are small against the
+    model's activations. A part without responses is not computed.
 
     Args:
       loss: (params, rows, packing=) -> (loss f32[], stats), divided by the counts of
         the whole minibatch.
       minibatch: a pytree whose leaves have b rows.
-      parts: of this minibatch, every leaf [C, ...], of `packed_parts`.
+      parts: `packed_parts` of this minibatch, every leaf [C, ...].
 
     Returns:
-      The gradient, of the structure of `params`, and the stats of all parts together.
+      The gradient, with the structure of `params`, and the stats of all parts together.
     """
-    # Stats are the auxiliary output: no gradient flows through what is logged.
+    # Stats are the auxiliary output, without gradient.
     gradient = jax.grad(loss, has_aux=True)
 
     def of_part(part: PackedParts, rows: Any) -> tuple[Params, masked.Stats]:
         def at(packing: Packing | None) -> tuple[Params, masked.Stats]:
             return gradient(params, rows, packing=packing)
 
-        # Each size of packed rows is a branch with shapes of its own, inside the scan.
+        # Each size of packed rows is a branch with its own shapes, inside the scan.
         return at_size(part.packing, at)
 
-    # One part holds all responses: neither selection nor a second buffer of gradients.
+    # A single part needs neither selection nor a second buffer of gradients.
     if parts.members.shape[0] == 1:
         return of_part(jax.tree.map(lambda leaf: leaf[0], parts), minibatch)
 
     def add(total: Params, part: PackedParts) -> tuple[Params, masked.Stats]:
         def own(leaf: Array) -> Array:
             members = part.members.reshape(-1, *[1] * (leaf.ndim - 1))
-            # All rows stay, others as zeros: shapes must not depend on how many a part
-            # holds.
+            # Other rows become zeros: shapes must not depend on the part.
             return jnp.where(members, leaf, jnp.zeros_like(leaf))
 
         def compute(total: Params) -> tuple[Params, masked.Stats]:
@@ -268,7 +266,7 @@ def accumulate_packed(
             _, stats = jax.eval_shape(compute, total)
             return total, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stats)
 
-        # Parts are as many as the fullest minibatch needs; elsewhere some are empty.
+        # The number of parts suits the fullest minibatch; others have empty parts.
         return jax.lax.cond(part.members.any(), compute, leave, total)
 
     grads, stats = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), parts)
@@ -287,35 +285,33 @@ def apply_gradients(
     """One optimizer step, or none at all.
 
     Args:
-      finite: bool[]; where False, `params` and `opt` come back to the bit.
+      finite: bool[]; if False, `params` and `opt` are returned unchanged.
     """
 
     def step(state: tuple[Params, optax.OptState]) -> tuple[Params, optax.OptState]:
         params, opt = state
-        # Parameters are passed for weight decay, which reads them.
+        # Weight decay reads the parameters.
         updates, opt = optimizer.update(grads, opt, params)
         return optax.apply_updates(params, updates), opt
 
-    # Moments stay too: NaN would live on in Adam's m and v after a step that was only
-    # not applied.
+    # Moments stay too: NaN would persist in Adam's m and v.
     return layout.change_if(finite, step, (params, opt))
 
 
 def count_skips(
     skipped: Array, stats: masked.Stats, *, finite: Array
 ) -> tuple[Array, masked.Stats]:
-    """The skips in a row after an update, and the stats to log of it.
+    """Counts skipped updates in a row, and adds the counts to the stats of an update.
 
     Args:
-      stats: of the update. Those of one that was skipped weigh nothing, so that what
-        is logged over several stays readable; a maximum counts as 0.
+      stats: of the update. If it was skipped its sums, weights and maxima become 0.
 
     Returns:
       i32[] and the stats with `update/skipped`, the share of updates skipped, and
-      `update/skipped_in_a_row`, the most so far.
+      `update/skipped_in_a_row`, a maximum over updates.
     """
     skipped = jnp.where(finite, 0, skipped + 1)
-    # One NaN in a sum over minibatches would hide all the others.
+    # One NaN in a sum over minibatches would hide all others.
     safe: masked.Stats = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0.0), stats)
     missed = 1.0 - finite.astype(jnp.float32)
     return skipped, safe | {
@@ -334,12 +330,12 @@ def supervised_update(
     base: Frozen | None,
     lora: LoRA | None,
 ) -> tuple[SupervisedState, masked.Stats]:
-    """One optimizer step on a batch; `loss` is that of `accumulate`.
+    """One optimizer step on a batch; `loss` is as in `accumulate`.
 
-    Its parameters are those to run with: the state's, or its adapters over `base`.
+    It is called with the parameters to run: the state's, or its adapters over `base`.
     """
     grads, stats = accumulate(
-        # Inside the loss, so that the gradient is by the adapters and not by the base.
+        # Inside the loss, so that the gradient reaches the adapters and not the base.
         lambda trained, part: loss(adapted_params(trained, base=base, lora=lora), part),
         state.params,
         batch,
@@ -355,10 +351,10 @@ def supervised_step(
     *,
     optimizer: Optimizer,
 ) -> tuple[SupervisedState, masked.Stats]:
-    """The end of a supervised update: apply, or skip if the gradient is not finite.
+    """Applies the gradient of a supervised update, or skips it if it is not finite.
 
-    Adds `update/grad_norm`, before any clipping, to the stats. A norm that is not
-    finite skips: some entry is not, or squares overflow as they would in Adam.
+    Adds `update/grad_norm`, before any clipping, to the stats. The update is skipped if
+    the norm is not finite: an entry is not, or its square overflows, as in Adam.
     """
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm)

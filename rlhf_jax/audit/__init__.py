@@ -1,4 +1,4 @@
-"""What does a loss really penalise? Its expected gradient, by enumeration.
+"""What does a loss really penalise? Its expected gradient by enumeration.
 
 from rlhf_jax import audit
 

@@ -1,17 +1,17 @@
-"""The expected gradient of a loss, and the gradients that it may be meant to have.
+"""The expected gradient of a loss, and the target gradients to compare it with.
 
-A loss reads a `Batch`, a group of responses, and is asked for its gradient with respect
-to the policy's logits. Its expectation is over every group that the sampler can draw:
+A loss reads a `Batch`, which is a group of responses. Its gradient with respect to the
+policy's logits is averaged over every group that the sampler can draw:
 
     g = Σ_groups Π_i π_sampler(y_i) · ∇_logits loss(group)
 
-What g may be meant to be, up to a positive factor, is a target:
+The targets are gradients that g may be meant to have, up to a positive factor:
 
     full reverse         ∇ KL(π ‖ π_ref) of whole responses
     full forward         ∇ KL(π_ref ‖ π) of whole responses
-    fixed-state reverse  E_{y~π} Σ_t ∇ KL(π(·|s_t) ‖ π_ref(·|s_t)), the states held
-    fixed-state forward  E_{y~π} Σ_t ∇ KL(π_ref(·|s_t) ‖ π(·|s_t)), the states held
-    reward               -∇ E_{y~π}[r], what a policy gradient descends
+    fixed-state reverse  E_{y~π} Σ_t ∇ KL(π(·|s_t) ‖ π_ref(·|s_t)), states held fixed
+    fixed-state forward  E_{y~π} Σ_t ∇ KL(π_ref(·|s_t) ‖ π(·|s_t)), states held fixed
+    reward               -∇ E_{y~π}[r], the descent direction of a policy gradient
 
 `functional.kl.gradients` has the same names for the library's own penalties.
 """
@@ -46,11 +46,11 @@ class Batch(NamedTuple):
     """A group of G = 3 responses, as a loss reads it; there are no prompt columns.
 
     Column t of every [G, T] array is about the token in column t. Where mask is False,
-    behind a response's end and where an environment spoke, log-probs are those that a
-    model has for such a token; a loss has to leave them out.
+    after the end of a response or at an environment's tokens, log-probs are still those
+    of a model: a loss has to leave them out.
     """
 
-    logprobs: Array  # f32[G, T], nats, of the policy; alone has a gradient, with logits
+    logprobs: Array  # f32[G, T], nats, of the policy; has a gradient, as have logits
     old_logprobs: Array  # f32[G, T], nats, of the policy that sampled
     ref_logprobs: Array  # f32[G, T], nats, of the reference
     mask: Array  # bool[G, T], the policy's tokens, the stop token included
@@ -66,16 +66,16 @@ def expected_gradient(loss: Loss, world: World, *, with_rewards: bool = False) -
     """f32[states, V]: the expected gradient of a loss, by enumeration.
 
     Args:
-      loss: of one group, f32[].
-      with_rewards: rewards are the world's; else they are 0, so that of a policy
-        gradient the penalty is left.
+      loss: loss f32[] of one group.
+      with_rewards: use the world's rewards; else they are 0, which leaves only the
+        penalty of a policy gradient.
 
     Raises:
       AssertionError: the loss is not one float.
     """
     groups = np.array([*itertools.product(range(len(world.tokens)), repeat=GROUP)])
 
-    # An argument, as XLA would evaluate programs of constants at compile time.
+    # Arrays are arguments: XLA would evaluate a program of constants while compiling.
     def expected(policy: Array, world: World, groups: Array) -> Array:
         probability = jnp.exp(_of_responses(world, world.sampler).sum(axis=1))
 
@@ -93,10 +93,10 @@ def expected_gradient(loss: Loss, world: World, *, with_rewards: bool = False) -
 
 
 def targets(world: World) -> dict[str, Array]:
-    """{name: f32[states, V]}: the gradients of this module's docstring."""
+    """{name: f32[states, V]}: the targets of this module's docstring."""
     of_reference = _of_responses(world, jnp.asarray(world.reference)).sum(axis=1)
     ref = jax.nn.log_softmax(jnp.asarray(world.reference))
-    # Held: how often a state is visited does not move with the policy.
+    # Fixed states: visit probabilities are not differentiated.
     visits = jnp.exp(_of_responses(world, jnp.asarray(world.policy)).sum(axis=1))
 
     def over_states(per_state: Array) -> Array:
@@ -135,7 +135,7 @@ def targets(world: World) -> dict[str, Array]:
 
 
 def _of_responses(world: World, table: Array | Float32) -> Array:
-    """f32[N, T]: log-probs of the policy's tokens of every response, nats; else 0."""
+    """f32[N, T]: log-probs of the policy's own tokens, nats; 0 elsewhere."""
     return jnp.where(world.mask, _of_tokens(world, table), 0.0)
 
 

@@ -1,4 +1,4 @@
-"""What a loss penalises: its expected gradient beside every target, in every world."""
+"""Findings: the expected gradient of a loss compared with every target and world."""
 
 from __future__ import annotations
 
@@ -20,44 +20,44 @@ Array = jax.Array
 Float64 = npt.NDArray[np.float64]
 
 ZERO, NONE = "zero", "none of these"
-# Float32 sums over 19,683 groups are within 1e-5; targets are 1e-2 apart and more.
+# Float32 sums over 19,683 groups are within 1e-5; targets are at least 1e-2 apart.
 TOLERANCE = 1e-4
 LOG_RATIOS = (-1000.0, -100.0, -20.0, 20.0, 100.0, 1000.0)  # nats
 
 
 class Fit(NamedTuple):
-    """A gradient beside a target, by least squares: g ≈ scale·target.
+    """A least-squares fit of a gradient by a target: g ≈ scale·target.
 
-    With rewards g ≈ scale·target + reward·(-∇ E[r]), of which β is scale / reward.
+    With rewards g ≈ scale·target + reward·(-∇ E[r]), and β = scale / reward.
     """
 
     scale: float
-    cosine: float  # of g, or of what the reward leaves of it, and the target
-    distance: float  # ‖what is left‖ / ‖g‖
-    beta: float | None = None  # reward units per nat; None where no reward counts
+    cosine: float  # between the target and g without the reward's part
+    distance: float  # ‖residual‖ / ‖g‖
+    beta: float | None = None  # reward units per nat; None where the reward has no part
 
 
 class Finding(NamedTuple):
-    """What a loss does in a world."""
+    """The result of an audit in one world."""
 
     world: str
     norm: float  # ‖g‖ / ‖∇ full reverse‖
-    fits: Mapping[str, Fit]  # of every target; the reward where rewards are drawn
-    verdict: str  # a target, one with "minus ", `ZERO` or `NONE`
+    fits: Mapping[str, Fit]  # by target; the reward is a target only with rewards
+    verdict: str  # a target, "minus " and a target, `ZERO` or `NONE`
     nearest: str  # the target with the smallest distance
-    by_depth: tuple[float, ...]  # scale of the nearest at each column, column 0 is 1
+    by_depth: tuple[float, ...]  # scale of `nearest` at each column, relative to 0
 
 
 def of_loss(
     loss: Loss, *, with_rewards: bool = False, seed: int = 0
 ) -> tuple[Finding, ...]:
-    """A finding for each world.
+    """Audits a loss in each world.
 
     Args:
-      loss: of a `Batch`, f32[]; a function of JAX arrays, as `from_torch` returns one.
-      with_rewards: rewards are drawn; else they are 0, and the gradient is the
+      loss: Batch -> f32[], a function of JAX arrays (`from_torch` makes one).
+      with_rewards: use the world's rewards; else they are 0, and the gradient is the
         penalty's alone.
-      seed: of the worlds.
+      seed: seed of the worlds.
     """
     return tuple(
         of_gradient(
@@ -72,15 +72,15 @@ def of_loss(
 def of_gradient(
     gradient: Array, *, world: World, with_rewards: bool = False
 ) -> Finding:
-    """An expected gradient, f32[states, V], beside the targets of its world.
+    """Compares an expected gradient, f32[states, V], with the targets of its world.
 
     Raises:
-      ValueError: it is of another world.
+      ValueError: the shape is that of another world.
     """
     if jnp.shape(gradient) != world.policy.shape:
         raise ValueError(
             f"expected the gradient of {world.name!r}, f32{list(world.policy.shape)}, "
-            f"got {list(jnp.shape(gradient))}; pass the world that it is of"
+            f"got {list(jnp.shape(gradient))}; pass the gradient's own world"
         )
     targets = {
         name: np.asarray(target, np.float64)
@@ -92,7 +92,7 @@ def of_gradient(
     fits = {
         name: _fit(measured, target, beside=None if name == REWARD else reward)
         for name, target in targets.items()
-        if with_rewards or name != REWARD  # which a loss does not read, and may meet
+        if with_rewards or name != REWARD  # without rewards a match would be chance
     }
     nearest = min(fits, key=lambda name: fits[name].distance)
     if with_rewards and fits[REWARD].distance <= TOLERANCE:
@@ -105,7 +105,7 @@ def of_gradient(
     scales = []
     for depth in range(world.depths.max() + 1):
         at = world.depths == depth
-        if at.any():  # no state of the policy's where an environment speaks
+        if at.any():  # the environment's column has no state of the policy
             of_depth = None if reward is None or nearest == REWARD else reward[at]
             fit = _fit(measured[at], targets[nearest][at], beside=of_depth)
             scales.append(fit.scale)
@@ -114,11 +114,11 @@ def of_gradient(
 
 
 def by_length(loss: Loss) -> dict[int, float]:
-    """{length: weight of a response's first token}, that of the longest being 1.
+    """{length: weight of a response's first token}, relative to the largest length.
 
-    In a group of three the first response has this length, the others the longest, and
-    every token the same log-probs. 1 at every length: a sum of tokens. 3, 1.5, 1: each
-    response is divided by its own length. NaN: the longest has no gradient.
+    In a group of three the first response has this length and the others the largest;
+    all tokens have the same log-probs. 1 at every length is a sum over tokens; 3, 1.5,
+    1 divides each response by its own length. NaN: the loss has no gradient there.
     """
     weights = {
         length: _size(loss, example(length))[0, 0] for length in range(1, LENGTH + 1)
@@ -131,10 +131,10 @@ def by_length(loss: Loss) -> dict[int, float]:
 
 
 def by_log_ratio(loss: Loss) -> dict[str, dict[float, float]]:
-    """{which: {nats: largest slope in a log-prob}}, inf or NaN where it blows up.
+    """{name: {nats: largest slope in a log-prob}}, inf or NaN where it blows up.
 
-    `reference`: of log π - log π_ref, at π = π_old. `sampler`: of log π - log π_old, at
-    log π - log π_ref = 0.5.
+    "reference" varies log π - log π_ref at π = π_old; "sampler" varies
+    log π - log π_old at log π - log π_ref = 0.5.
     """
     return {
         "reference": {
@@ -151,7 +151,7 @@ def by_log_ratio(loss: Loss) -> dict[str, dict[float, float]]:
 def example(
     length: int = LENGTH, *, reference: float = -1.5, old: float = -1.0
 ) -> Batch:
-    """A group of equal tokens with log-prob -1, the first response of this length.
+    """A group of equal tokens with log-prob -1, whose first response has this length.
 
     Args:
       reference, old: the log-probs of the reference and of the sampler, nats.
@@ -175,7 +175,7 @@ def example(
 
 
 def _size(loss: Loss, batch: Batch) -> Float64:
-    """[G, T]: the gradient of a token, by its log-prob and its logits."""
+    """[G, T]: norm of the gradient with respect to a token's log-prob and logits."""
 
     def of(logprobs: Array, logits: Array) -> Array:
         return loss(batch._replace(logprobs=logprobs, logits=logits))

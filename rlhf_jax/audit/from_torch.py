@@ -1,4 +1,4 @@
-"""A loss of PyTorch tensors as one of JAX arrays, so that it can be audited."""
+"""Makes a loss of PyTorch tensors a loss of JAX arrays, so that it can be audited."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import numpy as np
 from rlhf_jax.audit.expected import Batch, Loss
 
 Array = jax.Array
-CHUNK = 1024  # groups with one backward pass: its graph is kept in memory
+CHUNK = 1024  # groups per backward pass, whose graph is kept in memory
 
 
 def from_torch(loss: Callable[[Batch], Any]) -> Loss:
-    """The loss with the gradients that PyTorch has for it.
+    """Wraps a PyTorch loss; JAX gets its value and gradients from PyTorch.
 
     Args:
-      loss: of a `Batch` whose fields are torch tensors, a tensor of one float; its
-        backward pass may reach `logprobs` and `logits`.
+      loss: `Batch` of torch tensors -> tensor of one float; the gradient reaches
+        `logprobs` and `logits`.
 
     Raises:
-      ImportError: PyTorch is not installed. When it is called, whatever JAX makes of
-        the TypeError of a loss that is not a tensor of one float.
+      ImportError: PyTorch is not installed. When called: an error of JAX around the
+        TypeError of a loss that is not a tensor of one float.
     """
-    # The extra "parity"; no other module of the library has it.
+    # In the extra "parity"; no other module of the library imports it.
     import torch  # pyright: ignore[reportMissingImports]
 
     def of_rows(rows: list[np.ndarray]) -> tuple[np.ndarray, ...]:
@@ -48,7 +48,7 @@ def from_torch(loss: Callable[[Batch], Any]) -> Loss:
                 )
         total = torch.stack([value.reshape(()) for value in values])
         grads = (None, None)
-        if total.requires_grad:  # a loss of constants alone has no graph
+        if total.requires_grad:  # a constant loss has no graph
             grads = torch.autograd.grad(total.sum(), leaves, allow_unused=True)
         return (
             total.detach().numpy().astype(np.float32),
@@ -59,7 +59,7 @@ def from_torch(loss: Callable[[Batch], Any]) -> Loss:
         )
 
     def on_host(batch: Batch) -> tuple[np.ndarray, ...]:
-        # One call for all groups: `vmap` puts its axis first.
+        # One call for all groups, along the first axis of `vmap`.
         lead = batch.rewards.shape[:-1]
         rows = [
             np.asarray(field).reshape(-1, *np.shape(field)[len(lead) :])

@@ -1,17 +1,17 @@
 """Worlds in which every response can be enumerated, for the audit of a loss.
 
-Three words and at most three of them a response, so that policy, sampler and reference
-are tables of logits, one row for each state (prefix), and an expectation over groups of
-three responses is a sum.
+A vocabulary of three and responses of at most three sampled tokens: policy, sampler and
+reference are tables of logits, with one row per state (prefix), and an expectation over
+groups of three responses is a sum.
 
     column          0   1   2
     tokens          y0  y1  y2      y in {0, 1, 2}; each response once
     state           0   1+  4+      the row of the tables that this token is drawn from
 
-world           responses   what it has
+world           responses   description
 fixed length    27          three tokens in each response
-stop token      15          a 2 ends a response, so that they have 1, 2 or 3 tokens
-several turns   27          column 1 is the environment's, and no loss may count it
+stop token      15          token 2 ends a response, which has 1, 2 or 3 tokens
+several turns   27          column 1 is the environment's, and a loss must not count it
 stale sampler   15          as stop token, drawn by an older policy
 """
 
@@ -32,23 +32,23 @@ SPREAD = 0.7  # standard deviation of logits, nats
 
 
 class World(NamedTuple):
-    """Tables, and the responses that can be drawn from them.
+    """Tables of logits, and the responses that can be drawn from them.
 
-    Outside the mask stand padding and an environment's words. Models have log-probs
-    for these too, from rows of their own, so that a loss which counts them is seen.
+    Outside the mask are padding and the environment's tokens. Models have log-probs for
+    these too, from separate rows: so a loss that counts them is detected.
     """
 
     name: str
-    tokens: npt.NDArray[np.int32]  # i32[N, T], 0 where nothing was drawn
+    tokens: npt.NDArray[np.int32]  # i32[N, T], 0 at padding
     mask: npt.NDArray[np.bool_]  # bool[N, T], the policy's own tokens
     states: npt.NDArray[np.int32]  # i32[N, T], row of a table
     policy: npt.NDArray[np.float32]  # f32[states, V], logits
-    sampler: npt.NDArray[np.float32]  # f32[states, V]; on-policy it is the policy
+    sampler: npt.NDArray[np.float32]  # f32[states, V]; equal to policy if on-policy
     reference: npt.NDArray[np.float32]  # f32[states, V]
     rewards: npt.NDArray[np.float32]  # f32[N], reward units
     depths: npt.NDArray[
         np.int32
-    ]  # i32[states], column of a state; -1 is not a policy's
+    ]  # i32[states], column of a state; -1 if it is not the policy's
 
 
 def every(seed: int = 0) -> tuple[World, ...]:
@@ -69,7 +69,7 @@ def _world(
     environment: int | None = None,
     stale: bool = False,
 ) -> World:
-    """A world; `environment` is a column that is not the policy's."""
+    """Makes a world; `environment` is a column that is not the policy's."""
     rows: dict[tuple[int, ...], list[bool]] = {}
     for words in itertools.product(
         range(VOCABULARY), repeat=LENGTH + (environment is not None)
@@ -80,7 +80,7 @@ def _world(
             end = tokens.index(STOP) + 1
             own[end:] = [False] * (len(tokens) - end)
             tokens[end:] = [0] * (len(tokens) - end)
-        if environment is not None:  # it says what the token before lets it say
+        if environment is not None:  # a function of the token before it
             own[environment] = False
             tokens[environment] = (tokens[environment - 1] + 1) % VOCABULARY
         rows[tuple(tokens)] = own
@@ -88,7 +88,7 @@ def _world(
     prefixes: dict[tuple[int, ...], int] = {}
     states, depths = np.zeros_like(tokens), []
     for row, column in itertools.product(*map(range, tokens.shape)):
-        # Padding has one state a column, as no model tells one padded row from another.
+        # Padding has one state per column, whatever the row.
         prefix = tuple(map(int, tokens[row, :column]))
         if not mask[row, column]:
             prefix = (-1, *prefix) if column == environment else (-2, column)

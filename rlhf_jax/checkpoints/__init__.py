@@ -1,5 +1,5 @@
-"""Models from and to disk, in the layouts of Hugging Face and PEFT.
+"""Reads and writes models in the layouts of Hugging Face and PEFT.
 
-A folder or a file that is missing, damaged or of another model is refused with an
-InputError that names it; nothing is written then.
+A folder or file that is missing, damaged or of another model raises an InputError that
+names it, and nothing is written.
 """

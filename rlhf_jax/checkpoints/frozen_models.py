@@ -1,7 +1,7 @@
-"""Frozen models from checkpoints: the reference and the reward model of a run.
+"""Loads the frozen models of a run: the reference and the reward model.
 
-Both are stored in the same ways: `Storage` is a group of options,
-`--reference-storage.dtype int8` on the command line. `Place` says where.
+`Storage` is the group of options for their dtype, such as
+`--reference-storage.dtype int8`; `Place` chooses devices and memory.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ Load = Callable[..., tuple[ModelConfig, Params]]  # a checkpoint's path -> shape
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """In which dtype a frozen model is stored."""
+    """The dtype in which a frozen model is stored."""
 
     dtype: Literal["float32", "bfloat16", "float16", "int8"] = "float32"
-    """Dtype of the parameters; int8 has a scale for every channel."""
+    """Dtype of the parameters; int8 has one scale per channel."""
     embeddings: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype of embeddings and output head where the others are int8; None is int8."""
+    """Dtype of embeddings and output head if dtype is int8; None is int8."""
 
     def __post_init__(self) -> None:
         checks.one_of(dtype=self.dtype, among=(*hf.SAVE_DTYPES, "int8"))
@@ -50,7 +50,7 @@ class Storage:
         storage.check_embeddings(self.embeddings, dtype=self.dtype)
 
     def shapes(self, params: Params) -> Params:
-        """Shapes of a copy of parameters with these shapes; nothing is allocated."""
+        """Returns the shapes of a stored copy of parameters; allocates nothing."""
         store = functools.partial(
             storage.store, dtype=self.dtype, embeddings=self.embeddings
         )
@@ -64,18 +64,18 @@ class Storage:
         policy: Mesh | None = None,
         model: ModelConfig | None = None,
     ) -> Frozen:
-        """A copy of parameters that are on the policy's mesh.
+        """Copies parameters that are on the policy's mesh.
 
         Args:
-          policy: the policy's mesh; needed for a place apart from the policy's alone.
-          model: their shape, where it is not the policy's.
+          policy: the policy's mesh; only needed if `place` is apart from the policy.
+          model: the shape of the parameters; None is the policy's.
 
         Raises:
-          InputError: the dtype or memory cannot be had, or the mesh does not fit.
+          InputError: the dtype or memory is not available, or the mesh does not fit.
         """
         where = place.sharding(params, policy=policy)
         if where is not None and jax.process_count() > 1:
-            # Before it is cast, as no process has all parts of it to put elsewhere.
+            # Moved before the cast, as no process has the whole array to place it.
             params = jax.tree.map(moving.move, params, where)
         return frozen.freeze(
             params,
@@ -87,13 +87,13 @@ class Storage:
         )
 
 
-COPY = Storage()  # in float32
+COPY = Storage()  # a copy in float32
 
 
 def run_beside(
     program: Callable[[Rollout], Output], model: Frozen, rollout: Rollout
 ) -> Output:
-    """A frozen model's program on its own devices; asynchronous throughout.
+    """Runs a program on the devices of a frozen model; does not wait for it.
 
     Args:
       program: takes the rollout on those devices and returns arrays [B, ...].
@@ -102,12 +102,12 @@ def run_beside(
       These arrays, on the devices of the rollout.
     """
     output = program(frozen.beside(model, rollout, put=moving.move))
-    place = rollout.index.sharding  # of rows, whatever the rank
+    place = rollout.index.sharding  # shards rows, so it fits arrays of any rank
     return jax.tree.map(lambda leaf: moving.move(leaf, place), output)
 
 
 class RewardModel(NamedTuple):
-    """A frozen reward model with its shape."""
+    """A frozen reward model and its shape."""
 
     model: ModelConfig
     frozen: Frozen
@@ -124,17 +124,17 @@ def load_reference(
     load: Load = hf.load,
     option: str = "--reference",
 ) -> Frozen:
-    """The policy as it starts (None), or a checkpoint that can score its tokens.
+    """Freezes the initial policy (None), or a checkpoint that can score its tokens.
 
     Args:
       path_or_repo_id: folder or hub id; None copies the policy's parameters.
-      mesh: the policy's mesh; needed for a place apart from the policy's alone.
+      mesh: the policy's mesh; only needed if `place` is apart from the policy.
       sharding: how a checkpoint is sharded when it is read, as for `hf.load`.
-      option: by which it was given, for a message.
+      option: the option that names the checkpoint, for errors.
 
     Raises:
-      InputError: there is no such checkpoint, it has other token ids, a smaller
-        vocabulary or a shorter context, or the place cannot be had.
+      InputError: the checkpoint is missing, has other token ids, a smaller vocabulary
+        or a shorter context, or the place is not available.
     """
     if path_or_repo_id is None:
         return storage.freeze(policy.params, place=place, policy=mesh)
@@ -146,13 +146,13 @@ def load_reference(
 
 
 def reference_shape(model: ModelConfig, *, policy: Pretrained) -> ModelConfig | None:
-    """The shape that a reference scores the policy's rollouts with.
+    """Returns the shape with which a reference scores the policy's rollouts.
 
     Returns:
-      None where it is the policy's, but for how each computes. Otherwise its own, of
-      any family, width and depth, computed as the policy is; ids beyond the policy's
-      vocabulary and ids that its tokenizer has no token for, which no token of a
-      rollout has, are no part of its distribution.
+      None if it is the policy's, apart from compute options. Otherwise its own, of any
+      family, width and depth, with the policy's compute options. Ids beyond the
+      policy's vocabulary or without a token, which rollouts never have, are excluded
+      from its distribution.
     """
     if model.run_as(policy.model) == policy.model:
         return None
@@ -176,7 +176,7 @@ def _check_tokens(
     instead: str = _AS_IT_STARTS,
     fields: Sequence[str] = ("vocab_size", "max_positions"),
 ) -> None:
-    """Refuses a model of fewer ids, shorter texts or other ids than the policy's."""
+    """Refuses a model with a smaller vocabulary, shorter context or other ids."""
     small = [
         f"{field} {getattr(model, field)} for {getattr(policy.model, field)}"
         for field in fields
@@ -191,18 +191,17 @@ def _check_tokens(
 
 
 def check_teacher(teacher: str, *, student: str, tokenizer: str | None) -> None:
-    """Refuses a teacher of other tokens by its small files, before weights are read.
+    """Refuses a teacher with other tokens, before weights are read.
 
     Args:
       tokenizer: of the student, a folder or hub id; None takes the one in `student`.
 
     Raises:
-      InputError: there is no such checkpoint, or the teacher has other token ids, a
-        smaller vocabulary or a shorter context.
+      InputError: a checkpoint is missing, or the teacher has other token ids, a smaller
+        vocabulary or a shorter context.
     """
-    with located(
-        "--model", hub.NoCheckpoint
-    ):  # or the tokenizer is blamed for what is missing
+    # First, so that a missing checkpoint is not reported as a missing tokenizer.
+    with located("--model", hub.NoCheckpoint):
         shape = hf.model_config(student)
     with located("--model" if tokenizer is None else "--tokenizer", hub.NoCheckpoint):
         reader = tokenization.load_tokenizer(
@@ -220,10 +219,10 @@ def check_teacher(teacher: str, *, student: str, tokenizer: str | None) -> None:
 
 
 def check_reference(reference: str, *, policy: Pretrained) -> None:
-    """Refuses a reference of other tokens by its small files, before weights are read.
+    """Refuses a reference with other tokens, before weights are read.
 
     Raises:
-      InputError: there is no such checkpoint, or it has other token ids, a smaller
+      InputError: the checkpoint is missing, or has other token ids, a smaller
         vocabulary or a shorter context.
     """
     with located("--reference", hub.NoCheckpoint):
@@ -232,10 +231,10 @@ def check_reference(reference: str, *, policy: Pretrained) -> None:
 
 
 def run_beside_policy(model: ModelConfig, *, policy: Pretrained) -> ModelConfig:
-    """A frozen model of its own shape, in the policy's compute dtype and attention.
+    """Gives a frozen model the policy's compute dtype, remat and attention.
 
-    It has the policy's vocabulary or a larger one, and predicts no id that the policy's
-    tokenizer has no token for.
+    The model keeps its own vocabulary, but predicts no id without a token in the
+    policy's tokenizer.
     """
     return layout.fastest(
         dataclasses.replace(
@@ -256,15 +255,15 @@ def load_critic(
     sharding: Any = None,
     load: Load = hf.load,
 ) -> tuple[ModelConfig, Params]:
-    """A critic on the trunk of a language model of any shape, whose values start at 0.
+    """Loads a critic on the trunk of a language model of any shape; values start at 0.
 
     The arguments are those of `load_reference`.
 
     Returns:
-      Its shape, which runs as the policy does, and its parameters, to be trained.
+      Its shape, with the policy's compute options, and its trainable parameters.
 
     Raises:
-      InputError: the checkpoint cannot be read, or reads other tokens than the policy.
+      InputError: the checkpoint cannot be read, or has other tokens than the policy.
     """
     with located("--critic.start", hub.NoCheckpoint):
         model, params = load(path_or_repo_id, dtype="float32", sharding=sharding)
@@ -283,13 +282,13 @@ def load_reward_model(
     sharding: Any = None,
     load: Load = hf.load_reward,
 ) -> RewardModel:
-    """A reward model, which must read the policy's tokens as they are.
+    """Loads a reward model, which must have the policy's tokens.
 
     The arguments are those of `load_reference`.
 
     Raises:
-      InputError: there is no such checkpoint, its vocabulary is another, or the place
-        cannot be had.
+      InputError: the checkpoint is missing, has another vocabulary, or the place is not
+        available.
     """
     with located("--reward-model", hub.NoCheckpoint):
         model, params = load(path_or_repo_id, dtype="float32", sharding=sharding)
@@ -301,7 +300,7 @@ def load_reward_model(
         fields=["vocab_size"],
         instead="take one that `rlhf-jax reward-model` trained on top of this policy",
     )
-    # A critic that is trained from it takes this shape, and how it computes with it.
+    # A critic that starts from the reward model takes this shape and its options.
     return RewardModel(
         run_beside_policy(model, policy=policy),
         storage.freeze(params, place=place, policy=mesh),
@@ -309,9 +308,9 @@ def load_reward_model(
 
 
 def _check_ids(path_or_repo_id: str, *, own: Any, role: str) -> None:
-    """Refuses a checkpoint whose tokenizer gives the policy's texts other ids.
+    """Refuses a checkpoint whose tokenizer gives texts other ids than the policy's.
 
-    One without a tokenizer is told, as its sizes must do then. A plan reads none.
+    Prints a note if the checkpoint has no tokenizer. `own` is None in a plan.
     """
     if own is None:
         return

@@ -1,4 +1,4 @@
-"""Adapters of fused layers: PEFT has one where we have several."""
+"""Converts adapters of fused layers: PEFT has one adapter where we have several."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ PREFIX = "base_model.model."
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """A linear layer of theirs, and the layers of ours that are fused in it."""
+    """A linear layer of a checkpoint, and the layers of ours that it fuses."""
 
-    name: str  # "transformer.h.{layer}.attn.c_attn", and with {expert}
+    name: str  # "transformer.h.{layer}.attn.c_attn"; may contain {expert}
     paths: tuple[str, ...]  # "attention/query", ...
     key: keys.Key  # of its kernel
 
     @property
     def pattern(self) -> str:
-        """What `target_modules` calls it: "attn.c_attn", "w1" of experts."""
+        """The name in `target_modules`: "attn.c_attn", or "w1" for experts."""
         return self.name.split("{layer}.")[1].split("{expert}.")[-1]
 
     def tensors(self, model: ModelConfig) -> list[tuple[str, str]]:
-        """The names of A and B of every layer that has it, and of its every expert."""
+        """Returns the names of A and B for every layer and expert."""
         return [
             (f"{PREFIX}{at}.lora_A.weight", f"{PREFIX}{at}.lora_B.weight")
             for at in dataclasses.replace(self.key, name=self.name).names(model)
@@ -40,9 +40,9 @@ class Linear:
 
 
 def linears(model: ModelConfig) -> list[Linear]:
-    """Every linear layer that a checkpoint of the model's family has.
+    """Lists the linear layers of a checkpoint of the model's family.
 
-    One tensor of all experts is no layer: adapters of it have no name in PEFT.
+    A tensor of all experts is not listed: PEFT has no name for its adapters.
     """
     prefix, suffix = "layers/", "/kernel"
     return [
@@ -59,19 +59,20 @@ def linears(model: ModelConfig) -> list[Linear]:
 
 
 def layer_sizes(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """In and out of every linear layer of ours, {"attention/query": (in, out)}."""
-    every = lora.targets(model=model, lora=LoRA(rank=1))  # a rank that all layers take
+    """Returns {"attention/query": (in, out)} for every linear layer of ours."""
+    every = lora.targets(model=model, lora=LoRA(rank=1))  # a rank that fits all layers
     return {path: (shape[-2], shape[-1]) for path, shape in every.items()}
 
 
 def to_theirs(
     linear: Linear, adapters: Mapping[str, Any], *, model: ModelConfig, rank: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """lora_A f32[L, k, in] and lora_B f32[L, out, k]; of experts L·E come first.
+    """Fuses adapters into lora_A f32[L, k, in] and lora_B f32[L, out, k].
 
     Args:
-      adapters: ours by path, {"attention/query/lora_a": f32[L, in, r], ...}.
-      rank: r. k is r where all of ours share one A, n·r otherwise.
+      adapters: ours by path, {"attention/query/lora_a": f32[L, in, r], ...}; for
+        experts L·E comes first.
+      rank: r. k is r if all n layers share one A, else n·r.
     """
     sizes = layer_sizes(model)
     downs, ups = [], []
@@ -102,10 +103,10 @@ def to_theirs(
 def to_ours(
     down: np.ndarray, up: np.ndarray, *, widths: list[int], rank: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray] | None]:
-    """A [L, in, r] and B [L, r, out] of each fused layer, None for one of zeros.
+    """Yields A [L, in, r] and B [L, r, out] of each fused layer, None if it is zero.
 
     Args:
-      down, up: [L, in, k] and [L, k, out], k being r or, in blocks, n·r.
+      down, up: [L, in, k] and [L, k, out], where k is r, or n·r in blocks.
 
     Raises:
       InputError: B is not zero outside its blocks.

@@ -1,6 +1,6 @@
-"""Tensors of a checkpoint, checked, read and written by the table of a family.
+"""Checks, reads and writes the tensors of a checkpoint by the key table of a family.
 
-What is no checkpoint is refused here too: a folder of adapters, weights not finite.
+It also refuses folders of adapters, and weights that are not finite.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FLOATS = {  # dtypes of safetensors that we read
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """What a safetensors file says of a tensor."""
+    """The shape and dtype of a tensor in a safetensors file."""
 
     shape: tuple[int, ...]
     dtype: str  # "F32", "BF16", ...
@@ -47,12 +47,12 @@ def check(
 
     Args:
       leaves: anything with a shape, one for each path of the table.
-      headers: what the checkpoint holds.
+      headers: of the checkpoint's tensors.
     """
     least, what = model.num_layers, "layers"
     if model.experts is not None and any(key.stacked == 2 for key in table.keys):
         least, what = least * model.experts.count, "experts in all layers"
-    if least > len(headers):  # before a name is made for each of them
+    if least > len(headers):  # before making a name for each layer of a wrong count
         raise InputError(
             f"config.json: expected a number of {what} that the checkpoint can hold, "
             f"which has {len(headers)} tensors, got {least}; do config.json "
@@ -100,23 +100,23 @@ def check(
 
 @dataclasses.dataclass(frozen=True)
 class Unread:
-    """A leaf of ours in a checkpoint: `unread[index]` reads that part of it alone."""
+    """A leaf of ours that is still in a checkpoint; `unread[index]` reads a slice."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
     key: Key
-    names: list[str]  # of their tensors, one a layer where the leaf is stacked
-    columns: np.ndarray  # i64, where each column of the leaf stands in their tensor
+    names: list[str]  # of the checkpoint's tensors; one per layer if it is stacked
+    columns: np.ndarray  # i64, the column in the checkpoint's tensor of each of ours
     vocab_size: int
-    tensor: Callable[[str], Any]  # theirs by name, to be sliced
+    tensor: Callable[[str], Any]  # returns a checkpoint's tensor, which can be sliced
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        """The part, in our layout and dtype; of their tensors no more is read."""
+        """Reads a slice, in our layout and dtype, and nothing else."""
         ranges = [
             slice(*part.indices(size)[:2])
             for part, size in zip(index, self.shape, strict=True)
         ]
-        # Zeros: rows of the vocabulary's padding stay so.
+        # Zeros, which rows of the vocabulary's padding keep.
         filled = np.zeros([part.stop - part.start for part in ranges], self.dtype)
         count = self.key.stacked
         names = np.reshape(self.names, self.shape[:count])[(*ranges[:count], ...)]
@@ -128,14 +128,14 @@ class Unread:
         *others, last = ranges
         columns, tensor = self.columns[last], self.tensor(name)
         if self.key.head_dim == 1 and columns.size:
-            # By turns of one column: all between are read at once, and others left out.
+            # Interleaved columns: read the whole range, then select ours.
             first = int(columns[0])
             run = slice(first, int(columns[-1]) + 1)
             window = self.key.window([*others, run], self.vocab_size)
             part = self.key.from_hf(np.asarray(tensor[window]))
             out[...] = part[..., columns - first]
             return
-        # Neighbours here that are neighbours there are read together.
+        # Columns that are contiguous in both layouts are read together.
         ends = np.flatnonzero(np.diff(columns, append=-1) != 1) + 1
         for start, end in itertools.pairwise([0, *ends.tolist()]):
             run = slice(int(columns[start]), int(columns[end - 1]) + 1)
@@ -154,11 +154,11 @@ def read(
     tensor: Callable[[str], Any],
     dtype: np.dtype | None,
 ) -> Iterator[tuple[str, Unread]]:
-    """Yields our leaves, to be read a part at a time.
+    """Yields our leaves as (path, `Unread`).
 
     Args:
       leaves, headers: as for `check`, which has passed.
-      tensor: a tensor of theirs by name, of which slices are read.
+      tensor: returns a checkpoint's tensor by name, which can be sliced.
       dtype: of the leaves; None keeps the checkpoint's.
     """
     for key in table.keys:
@@ -189,9 +189,10 @@ def write(
     leaves: Mapping[str, jax.Array],
     fetch: Callable[[jax.Array], np.ndarray] = np.asarray,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields their tensors, contiguous, in the dtype of our leaves.
+    """Yields the checkpoint's tensors, contiguous, in the dtype of our leaves.
 
-    `fetch` brings one of them to the host.
+    Args:
+      fetch: brings a leaf to the host.
     """
     for key in table.keys:
         parts = [fetch(leaves[path]) for path in key.paths]
@@ -200,15 +201,15 @@ def write(
             yield name, key.to_hf([part[place] for part in parts], model.vocab_size)
 
 
-ADAPTER = "adapter_config.json"  # as PEFT names the config of one
-CHUNK = 1 << 16  # entries looked at together, so that they stay in the cache
+ADAPTER = "adapter_config.json"  # PEFT's name of the config
+CHUNK = 1 << 16  # entries checked at a time, so that they stay in the cache
 
 
 def refuse_adapter(folder: Path) -> None:
-    """InputError if the folder holds an adapter; for folders without a whole model.
+    """Raises InputError if a folder without a whole model holds an adapter.
 
-    No option takes an adapter in place of a model, since a run would have to find the
-    base by a name that may mean another folder here.
+    No option takes an adapter in place of a model: the run would have to find the base
+    by a name that may mean another folder here.
     """
     if not (folder / ADAPTER).exists():
         return
@@ -232,21 +233,21 @@ def refuse_adapter(folder: Path) -> None:
 
 
 class NotFinite(NamedTuple):
-    """Entries of an array that are no numbers."""
+    """Counts of the entries of an array that are not finite."""
 
     nan: int = 0
     infinite: int = 0
 
     @classmethod
     def of(cls, array: np.ndarray) -> NotFinite:
-        """Counts them."""
+        """Counts the entries of an array."""
         if not jnp.issubdtype(array.dtype, jnp.floating) or _all_finite(array):
             return cls()
         return cls(int(np.isnan(array).sum()), int(np.isinf(array).sum()))
 
 
 def _all_finite(array: np.ndarray) -> bool:
-    """As `np.isfinite(array).all()`, which is slow for 16 bits: by the exponents."""
+    """`np.isfinite(array).all()` by exponents, as NumPy is slow for 16-bit floats."""
     bits = np.ascontiguousarray(array).reshape(-1).view(f"u{array.itemsize}")
     exponent = np.array(np.inf, array.dtype).view(bits.dtype)
     chunks = (bits[at : at + CHUNK] for at in range(0, bits.size, CHUNK))
@@ -257,7 +258,7 @@ def refuse_not_finite(counts: Mapping[str, tuple[NotFinite, int]]) -> None:
     """Raises InputError if there is an entry that is NaN or infinite.
 
     Args:
-      counts: {name of a tensor: (its entries that are, how many it has)}.
+      counts: {name of a tensor: (its entries that are not finite, its size)}.
     """
     problems = [
         f"{name}: {which.nan} NaN and {which.infinite} infinite of {size} entries"

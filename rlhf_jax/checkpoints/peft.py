@@ -1,16 +1,16 @@
-"""Adapters in and out in PEFT's layout: adapter_config.json and safetensors.
+"""Reads and writes adapters in PEFT's layout: adapter_config.json and safetensors.
 
     peft.save("out", model=model, adapters=adapters, lora=lora, base_fingerprint=root)
     lora, adapters = peft.load("out", model=model, base=base)
 
-`peft.PeftModel.from_pretrained` loads what is written, and what it writes is read. The
-names follow from the family's key table. Where a family fuses layers (GPT-2's c_attn is
-our query, key and value) their one adapter of rank 3r holds our three of rank r,
+`peft.PeftModel.from_pretrained` loads these folders, and its own are read. The names
+follow from the family's key table. Where a family fuses layers (GPT-2's c_attn is our
+query, key and value), PEFT's adapter of rank 3r holds our three adapters of rank r,
 
     lora_A = [A_q; A_k; A_v]        lora_B = diag(B_q, B_k, B_v)
 
-and a layer that is not adapted is a block of zeros. One A that all three share, as PEFT
-makes it, is read as three equal ones, and three equal ones are written as one.
+and a layer that is not adapted is a block of zeros. An A that all three layers share,
+as PEFT makes it, is read as three equal ones; three equal ones are written as one.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ Tensors = dict[str, np.ndarray]
 _CONFIG = mapping.ADAPTER
 _WEIGHTS = "adapter_model.safetensors"
 _SCORE = f"{fused_adapters.PREFIX}score.weight"
-# Options that say nothing of the numbers, or are read below. Dropout is of training
-# alone, and here there is none.
+# Options that do not affect the weights, or are read below. Dropout only affects
+# training, which has none here.
 _READ = {
     *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules"),
     *("peft_type", "task_type", "modules_to_save", "lora_dropout", "fan_in_fan_out"),
@@ -54,16 +54,16 @@ _READ = {
     *("inference_mode", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("megatron_core", "qalora_group_size", "runtime_config"),
 }
-# Values of the others under which an adapter is W + (alpha / rank) · A B; where it is
-# empty or false it is as well.
+# Values of other options, besides empty and false ones, under which an adapter is
+# W + (alpha / rank) · A B.
 _PLAIN = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "orthogonal")}
 
 
 def check_names(adapted: Iterable[str], *, model: ModelConfig) -> None:
-    """Checks that a checkpoint can hold adapters of these layers, "experts/up".
+    """Checks that PEFT has names for adapters of these layers, such as "experts/up".
 
     Raises:
-      InputError: PEFT has no name for some, which are one tensor of all experts.
+      InputError: some layers have no name, as one tensor holds all experts.
     """
     named = {path for linear in fused_adapters.linears(model) for path in linear.paths}
     if nameless := sorted({*adapted} - named):
@@ -84,14 +84,15 @@ def save(
     base_name: str | None = None,
     dtype: SaveDtype | None = None,
 ) -> None:
-    """Writes adapters that `peft.PeftModel.from_pretrained` loads: all, or nothing.
+    """Writes adapters that `peft.PeftModel.from_pretrained` loads, all or nothing.
 
     Args:
-      adapters: a decoder's, or a reward model's {"trunk", "score"}. Theirs has no bias:
-        ours stands in the metadata, so that their scores are ours less that constant.
-      base_fingerprint: `frozen.source_fingerprint_of(base).root`, for `load`.
-      dtype: of the file, to which adapters are rounded to nearest even, but for a
-        reward model's score; None is their own.
+      adapters: of a decoder, or {"trunk", "score"} of a reward model. PEFT's score has
+        no bias, so the bias is stored in the metadata, and PEFT's scores are lower by
+        that constant.
+      base_fingerprint: `frozen.source_fingerprint_of(base).root`, which `load` checks.
+      dtype: of the file. Adapters are rounded to nearest even, except a reward model's
+        score; None keeps their own dtype.
 
     Raises:
       InputError: the folder is in use, dtype cannot hold a weight, or the adapters are
@@ -148,19 +149,19 @@ def save(
 
 
 def load(path: PathLike, *, model: ModelConfig, base: Frozen) -> tuple[LoRA, Params]:
-    """Reads adapters that `save` or PEFT wrote, in float32, to be trained further.
+    """Reads adapters that `save` or PEFT wrote, in float32, for further training.
 
     Args:
       path: a folder with adapter_config.json and adapter_model.safetensors.
 
     Returns:
-      How they were made, and the adapters; of sequence classification with one label
-      {"trunk": adapters, "score": ...}.
+      The LoRA settings and the adapters; {"trunk": adapters, "score": ...} for sequence
+      classification with one label.
 
     Raises:
-      InputError: there are no such files, they say that the base is another one, ask
-        for what is not implemented, do not fit the model, or hold weights that are not
-        finite; names every option and tensor.
+      InputError: a file is missing, names another base, sets an option that is not
+        implemented, does not fit the model, or has a weight that is not finite. The
+        message names every option and tensor.
     """
     folder = urls.fetched(path)
     with located(f"adapters {path}"):
@@ -246,7 +247,7 @@ def _read(
 
 
 def _rank_and_alpha(config: Mapping[str, Any], tensor: str) -> tuple[int, float]:
-    """Those of a module, as PEFT finds them."""
+    """Returns a module's rank and alpha, matching patterns as PEFT does."""
     name = tensor.removeprefix(fused_adapters.PREFIX).removesuffix(".lora_A.weight")
 
     def of(patterns: Mapping[str, Any] | None, default: Any) -> Any:
@@ -298,5 +299,5 @@ def _float32(array: np.ndarray) -> jax.Array:
 
 
 def _number(x: float) -> float:
-    """An int where it is one, as PEFT writes its alphas."""
+    """Returns an int for an integral number, as PEFT writes alphas."""
     return int(x) if float(x).is_integer() else x

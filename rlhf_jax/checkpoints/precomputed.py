@@ -1,10 +1,10 @@
 """Log-probs of a frozen model for a fixed data set, computed once and kept on disk.
 
     rows        3, 2 and 4 tokens
-    logprobs    0 1 2 | 0 1 | 0 1 2 3     flat, f32; a row's first token has none
+    logprobs    0 1 2 | 0 1 | 0 1 2 3     flat, f32; 0 for a row's first token
     starts      0       3     5       9
 
-DPO and other algorithms that train on fixed texts need no reference in memory then. A
+DPO and other algorithms that train on fixed texts then need no reference in memory. A
 file is named by a hash of everything that its numbers depend on: the fingerprint of the
 model as stored, its shape, the tokens and the temperature.
 
@@ -13,7 +13,7 @@ model as stored, its shape, the tokens and the temperature.
     )
     ref_chosen_logprobs = chosen.padded(rows, width=batch.chosen.tokens.shape[1])
 
-Rows may hold several texts that do not see each other, as those of `packing` do.
+Rows may hold several texts without attention between them, as in `packing`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ HostArray = np.ndarray[Any, Any]
 class Precomputed(NamedTuple):
     """Log-probs by row, in the order of the data set."""
 
-    logprobs: HostArray  # f32[N], nats, N tokens of all rows; mapped from the disk
+    logprobs: HostArray  # f32[N], nats, N tokens of all rows; memory-mapped
     starts: HostArray  # i64[rows + 1], where each row begins
 
     def row(self, index: int) -> HostArray:
@@ -56,10 +56,10 @@ class Precomputed(NamedTuple):
         return self.logprobs[self.starts[index] : self.starts[index + 1]]
 
     def padded(self, rows: Sequence[int] | HostArray, *, width: int) -> HostArray:
-        """f32[len(rows), width], right-padded with 0 as `Sequences` are.
+        """f32[len(rows), width], right-padded with 0 like `Sequences`.
 
         Args:
-          rows: places in the data set; -1 is a row of nothing but padding.
+          rows: indices in the data set; -1 is a row of padding.
 
         Raises:
           ValueError: a row is longer than `width`.
@@ -85,22 +85,22 @@ def load_or_compute(
     temperature: float = 1.0,
     progress: bool = True,
 ) -> Precomputed:
-    """log π_ref of every token of every row, read from `folder` or computed.
+    """Reads log π_ref of every token of every row from `folder`, or computes it.
 
-    The numbers equal, to the bit, those of right-padded batches of the same width and
-    number of rows on the same devices. Each `batch_size` therefore has its own files. A
+    The numbers are equal to the bit to those of right-padded batches of the same width
+    and number of rows on the same devices, so each `batch_size` has its own files. A
     file that a killed run left unfinished is computed again.
 
     Args:
-      folder: for such files, of any models and data sets; made if it is missing.
+      folder: holds the files of any models and data sets; made if it is missing.
       rows: token lists, prompt and response together.
-      reference: frozen, stored in any way; it is verified first.
+      reference: the frozen model, in any storage; it is verified first.
       batch_size: rows of a batch, all padded to the longest row.
-      segments: the text of its row that each token belongs to, from 1, where rows have
-        several (`decoder.hidden_states`); None is one text per row.
+      segments: the text that each token of a row belongs to, from 1, if rows have
+        several texts (`decoder.hidden_states`); None is one text per row.
 
     Returns:
-      The log-probs of all rows, mapped from the disk.
+      The log-probs of all rows, memory-mapped.
 
     Raises:
       InputError: a row has no tokens, more than the context, or ids that the model
@@ -140,7 +140,7 @@ def load_or_compute(
             pad_id=pad_id,
             progress=progress,
         )
-        # Written last: without it the file of log-probs does not count.
+        # Written last: log-probs without this file are incomplete.
         write_json(about, {**of, "sha256": _sha256(values)})
     _check_whole(values, about)
     return Precomputed(logprobs=np.load(values, mmap_mode="r"), starts=starts)
@@ -177,10 +177,9 @@ def _compute(
     pad_id: int,
     progress: bool,
 ) -> None:
-    """Writes the log-probs of all rows, whole or not at all."""
     unfinished = path.with_name(path.name + UNFINISHED)
     total = sum(map(len, rows))
-    # Written to the disk from the start: a large data set need not fit into memory.
+    # A memory map, so that the log-probs need not fit into memory.
     values = np.lib.format.open_memmap(
         unfinished, mode="w+", dtype=np.float32, shape=(total,)
     )

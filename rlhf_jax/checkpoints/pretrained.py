@@ -1,4 +1,4 @@
-"""A checkpoint and its tokenizer together: what an experiment on a user's model loads.
+"""A checkpoint together with its tokenizer, as experiments load it.
 
 start = pretrained.load("gpt2")
 ...
@@ -47,36 +47,36 @@ Params = Any
 
 
 class Pretrained(NamedTuple):
-    """A causal language model that reads and writes text."""
+    """A causal language model with its tokenizer."""
 
     model: ModelConfig
-    params: Params  # f32, to be trained
+    params: Params  # f32, trainable
     tokenizer: PreTrainedTokenizerBase
-    stop_ids: tuple[int, ...]  # that end a response
-    save_dtype: SaveDtype = "float32"  # of folders that are written: as it was read
-    backend: str | None = None  # that computes it, in a plan; None is this process's
+    stop_ids: tuple[int, ...]  # tokens that end a response
+    save_dtype: SaveDtype = "float32"  # of saved checkpoints; that of the one read
+    backend: str | None = None  # of the plan; None is the backend of this process
 
     @property
     def pad_id(self) -> int:
-        """The id that fills up rows."""
+        """The id that pads rows."""
         return tokenization.pad_token_id(self.tokenizer)
 
     @property
     def contract(self) -> TextContract:
-        """What turns text into tokens and back."""
+        """The text contract of this tokenizer and model."""
         return TextContract(self.tokenizer, stop_ids=self.stop_ids)
 
     @property
     def meta(self) -> dict[str, list[list[int]]]:
-        """What snapshots say of the vocabulary: ids without a token, if any."""
+        """What snapshots record about the vocabulary: ids without a token, if any."""
         unused = [list(edges) for edges in self.model.unused_ids]
         return {"unused_ids": unused} if unused else {}
 
     def limit(self, max_length: int | None) -> int:
-        """Tokens that a row may have: `max_length`, or the context if None.
+        """Returns the most tokens of a row: `max_length`, or the context if None.
 
         Raises:
-          InputError: max_length is below 1 or beyond the context.
+          InputError: max_length is below 1 or exceeds the context.
         """
         context = self.model.max_positions
         if max_length is None:
@@ -91,13 +91,14 @@ class Pretrained(NamedTuple):
         return max_length
 
     def room(self, *, max_new_tokens: int, context: int | None = None) -> int:
-        """Tokens that a prompt may have before a response of `max_new_tokens`.
+        """Returns the most tokens of a prompt before a response of `max_new_tokens`.
 
         Args:
-          context: tokens, of a model that reads both too; None is this model's.
+          context: context of another model that reads both, tokens; None is this
+            model's.
 
         Raises:
-          InputError: there is no room for a prompt of a token.
+          InputError: a prompt of one token does not fit.
         """
         context = self.model.max_positions if context is None else context
         checks.within(
@@ -110,7 +111,7 @@ class Pretrained(NamedTuple):
 
     @property
     def _longer(self) -> str:
-        """How the context is made longer, for errors; learned positions have an end."""
+        """Advice on a longer context, for errors; "" for learned positions."""
         if self.model.positions == "learned":
             return ""
         return (
@@ -119,9 +120,9 @@ class Pretrained(NamedTuple):
         )
 
     def decode(self, tokens: list[int]) -> str:
-        """Token ids -> text; padding, BOS and stop tokens are left out.
+        """Decodes token ids, without padding, BOS and stop tokens.
 
-        Every other special token is kept, as <think> where a model has one.
+        Every other special token is kept, such as <think>.
         """
         return tokenization.spoken(self.tokenizer, tokens, stop_ids=self.stop_ids)
 
@@ -129,37 +130,33 @@ class Pretrained(NamedTuple):
 def described(
     path_or_repo_id: str, *, tokenizer: str | None = None, option: str = "--model"
 ) -> Pretrained:
-    """A checkpoint by its small files: everything but its parameters, which are None.
+    """Reads the small files of a checkpoint: everything but the parameters, None here.
 
-    Its model predicts no id that the tokenizer has no token for. The process that
-    writes its chat template, if it has one, starts beside what is read next. A message
-    names the `option` of the checkpoint.
+    The model will not predict ids without a token. If there is a chat template, the
+    process that renders it starts in the background. `option` names the checkpoint in
+    errors.
 
     Raises:
-      InputError: either is missing or unreadable, or the tokenizer has ids that the
-        model lacks.
+      InputError: the checkpoint or the tokenizer is missing or unreadable, or the
+        tokenizer has ids that the model lacks.
     """
     with located(option, hub.NoCheckpoint):
-        model = hf.model_config(path_or_repo_id)  # or the tokenizer is blamed for it
+        # First, so that a missing checkpoint is not reported as a missing tokenizer.
+        model = hf.model_config(path_or_repo_id)
     with located(option if tokenizer is None else "--tokenizer", hub.NoCheckpoint):
         reader = tokenization.load_tokenizer(
             path_or_repo_id if tokenizer is None else tokenizer
         )
     if reader.chat_template is not None:
-        from rlhf_jax.data.text import templates  # for tokenizers with one
+        from rlhf_jax.data.text import templates  # only needed with a template
 
         templates.begin()
     tokenization.check_vocabulary(reader, vocab_size=model.vocab_size)
     unused = tokenization.ids_without_token(reader, vocab_size=model.vocab_size)
-    # A chat model may stop at more than the tokenizer's EOS, which may be None.
+    # A chat model may have further stop ids than the tokenizer's EOS, or no EOS.
     stop_ids = [reader.eos_token_id, *hf.stop_ids(path_or_repo_id)]
     never = sorted(
-        {
-            i
-            for i in stop_ids
-            for start, stop in unused
-            if i is not None and start <= i < stop
-        }
+        {i for i in stop_ids if i is not None and any(a <= i < b for a, b in unused)}
     )
     if never:
         print(
@@ -189,14 +186,14 @@ def load(
     """Reads a checkpoint to train, and checks that its tokenizer fits it.
 
     Args:
-      tokenizer: where the tokenizer is; None for in the checkpoint.
-      start: the checkpoint as `described`, if it was read; None reads it now.
+      tokenizer: folder or hub id of the tokenizer; None is the checkpoint's own.
       dtype: of activations; the parameters are float32.
-      sharding: of the parameters, as `hf.load` takes it.
+      sharding: of the parameters, as for `hf.load`.
+      start: the result of `described`, if it was called before; None calls it.
 
     Raises:
-      InputError: either is missing or unreadable (`hf.load`), the tokenizer has ids
-        that the model lacks, or this backend has no such attention.
+      InputError: the checkpoint or tokenizer is missing or unreadable (`hf.load`), the
+        tokenizer has ids that the model lacks, or this backend lacks the attention.
     """
     if start is None:
         start = described(path_or_repo_id, tokenizer=tokenizer)
@@ -224,15 +221,17 @@ def save(
     lora: LoRA | None,
     name: str,
 ) -> None:
-    """FOLDER/model, which `transformers` loads, and FOLDER/adapter, which PEFT does.
+    """Writes FOLDER/model for `transformers`, and FOLDER/adapter for PEFT.
 
-    Both are in `start.save_dtype`, with a manifest beside each. What is there already
-    is left: it is whole, as a finished run is resumed.
+    Both are in `start.save_dtype`, each with a manifest. Existing ones are complete,
+    left by a finished run that is resumed, and stay.
 
     Args:
-      trained: parameters, or adapters with a base.
-      start: what they were trained from; its params are not read.
-      base, lora: of the adapters, else None. The model is written with them merged.
+      trained: parameters, or adapters if there is a base.
+      start: the checkpoint that was trained; its params are not read.
+      base, lora: the base and settings of adapters, which are merged into FOLDER/model;
+        None without adapters.
+      name: folder or hub id of the base, for PEFT.
 
     Raises:
       InputError: start.save_dtype cannot hold a weight.
@@ -270,9 +269,9 @@ def save(
 
 
 def is_new(folder: Path, *, start: Pretrained) -> bool:
-    """Whether a model is to be written; one that is there is whole, and stays.
+    """Whether a model must be written; an existing one is complete and stays.
 
-    Prints a line where it is in another dtype than is asked for.
+    Prints a line if the existing one is not in `start.save_dtype`.
     """
     if not folder.exists():
         return True
@@ -292,15 +291,15 @@ def read_examples(
     max_length: int | None = None,
     receipt: Receipt | None = None,
 ) -> list[Text]:
-    """Plain text (.txt), cut into blocks, or demonstrations (JSONL).
+    """Reads plain text (.txt), cut into blocks, or demonstrations (JSONL).
 
     Args:
       source: a file; demonstrations longer than `max_length` are left out.
-      max_length: tokens of a row; None is the context.
-      receipt: is told of every row, and of those that are left out.
+      max_length: the most tokens of a row; None is the context.
+      receipt: records every row, and those that are left out.
 
     Raises:
-      InputError: the file is unreadable, empty or has no row that is short enough.
+      InputError: the file is unreadable or empty, or no row is short enough.
     """
     longest = start.limit(max_length)
     if formats.is_text(source):
@@ -329,10 +328,11 @@ def read_texts(
     max_length: int | None = None,
     receipt: Receipt | None = None,
 ) -> Sequences:
-    """Texts to watch the policy's perplexity on, `evaluation.text_stats`.
+    """Reads texts on which to watch the policy's perplexity (`evaluation.text_stats`).
 
     Args:
-      source, max_length: as `read_examples`; responses are read.
+      source, max_length, receipt: as in `read_examples`.
+      max_rows: rows after these are left out.
 
     Returns:
       Sequences[M, batch_size, S] of NumPy arrays.

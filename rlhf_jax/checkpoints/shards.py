@@ -27,11 +27,11 @@ from rlhf_jax.runs import parsing, write_errors
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_COMPARED = 2**24  # numbers at a time
+_COMPARED = 2**24  # entries compared at a time
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Reads the object in a JSON file.
 
     Raises:
       InputError: there is no such file, or it holds no JSON object.
@@ -52,10 +52,10 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
 
 
 def open_file(file: Path) -> safe_open:
-    """A safetensors file, of which the header has been read.
+    """Opens a safetensors file and reads its header.
 
     Raises:
-      InputError: it is not there, not readable, or truncated.
+      InputError: the file is missing, not readable or truncated.
     """
     try:
         return safe_open(file, framework="numpy")
@@ -72,20 +72,19 @@ def open_file(file: Path) -> safe_open:
 
 
 class Tensors:
-    """The tensors of some shards by name, of which slices are read and looked at."""
+    """The tensors of some shards by name; slices are read, and checked to be finite."""
 
     def __init__(
         self, folder: Path, *, named: Callable[[str], str | None] = str
     ) -> None:
-        """Reads the headers alone.
+        """Reads the headers only.
 
         Args:
-          named: what a tensor is called here, by its name in the file; None leaves it
-            out.
+          named: maps a tensor's name in the file to its name here; None leaves the
+            tensor out.
 
         Raises:
-          InputError: no safetensors, a shard that the index names is missing, or a
-            shard is truncated.
+          InputError: there are no safetensors, or a shard is missing or truncated.
         """
         self.headers: dict[str, mapping.Header] = {}
         self._stored: dict[str, tuple[Path, str]] = {}
@@ -102,12 +101,12 @@ class Tensors:
                 self._stored[name] = file, stored
 
     def __call__(self, name: str) -> Part:
-        """A tensor, to be sliced."""
+        """Returns a tensor that can be sliced."""
         return Part(self, name)
 
     def read(self, name: str, window: Any) -> np.ndarray:
-        """A slice of a tensor; its entries that are not finite are counted."""
-        # Opened anew, as what was read through a mapping is held until it is closed.
+        """Reads a slice of a tensor; counts the entries that are not finite."""
+        # Opened anew, since a memory map keeps what was read until it is closed.
         part = np.asarray(self._open(name)[window])
         not_finite = NotFinite.of(part)
         if any(not_finite):
@@ -122,7 +121,7 @@ class Tensors:
         return open_file(file).get_slice(stored)
 
     def equal(self, name: str, other: str) -> bool:
-        """Whether two tensors hold the same numbers; read up to where they differ."""
+        """Whether two tensors are equal; reads them up to the first difference."""
         first, second = self.headers[name], self.headers[other]
         floats = {first.dtype, second.dtype} <= mapping.FLOATS.keys()
         if not floats or first.shape != second.shape:
@@ -154,7 +153,7 @@ class Tensors:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A tensor of `Tensors`: `part[window]` reads that part of it alone."""
+    """A tensor of `Tensors`; `part[window]` reads a slice."""
 
     tensors: Tensors
     name: str
@@ -166,7 +165,7 @@ class Part:
 def write(
     folder: Path, tensors: Iterable[tuple[str, np.ndarray]], *, max_shard_bytes: int
 ) -> None:
-    """Writes the tensors in order, holding one shard of them at a time."""
+    """Writes the tensors in order, with one shard in memory at a time."""
     names: list[list[str]] = []
     total = 0
     for shard in _batches(tensors, max_shard_bytes=max_shard_bytes):
@@ -189,9 +188,9 @@ def write(
 def save(
     tensors: dict[str, np.ndarray], path: Path, *, metadata: dict[str, str]
 ) -> None:
-    """One safetensors file; of equal tensors and metadata equal bytes.
+    """Writes a safetensors file; equal tensors and metadata give equal bytes.
 
-    safetensors writes the metadata in an order that it draws anew each time.
+    safetensors itself writes the metadata in random order.
     """
     save_file(tensors, path, metadata=metadata)
     with path.open("r+b") as file:
@@ -206,11 +205,11 @@ def save(
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder beside `path` that takes its place at the end: whole, or not there.
+    """Yields a temporary folder that becomes `path` at the end: all or nothing.
 
     Raises:
-      InputError: `path` is a file, or a folder with something in it.
-      WriteError: it cannot be written.
+      InputError: `path` is a file or a folder that is not empty.
+      WriteError: the folder cannot be written.
     """
     path = path.absolute()
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -219,7 +218,7 @@ def new_folder(path: Path) -> Iterator[Path]:
             f"which is in use; choose another or remove it"
         )
     partial = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed here
+    shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed
     with write_errors.writing(path):
         try:
             partial.mkdir(parents=True)
@@ -230,7 +229,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files that hold the weights; transformers prefers the whole one, too."""
+    """Lists the files of the weights; a single file first, as in transformers."""
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
     if (folder / INDEX).exists():
@@ -259,9 +258,9 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """The file of that name in the folder; InputError if it is elsewhere.
+    """Returns the file of that name; InputError if it is outside the folder.
 
-    The hub's cache links each snapshot's files to blobs beside the snapshots.
+    In the hub's cache the files of a snapshot are links to blobs beside the snapshots.
     """
     allowed = [folder.resolve()]
     snapshots = folder.absolute().parent

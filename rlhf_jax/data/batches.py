@@ -1,14 +1,14 @@
-"""Token lists to batches[step], a pure function of the data, the seed and the step.
+"""Batches token lists: batches[step] is a pure function of data, seed and step.
 
-No iterator holds a state that a snapshot would have to keep. Rows come from an endless
-stream of epochs, each a fresh shuffle that holds every row once:
+There is no iterator whose state a snapshot would have to keep. Rows come from an
+endless stream of epochs, each a fresh shuffle of all rows:
 
     stream     2 0 1 | 1 2 0 | 0 2 1 | ...      3 rows, | between epochs
-    batches    ---   ---   ---   ---            2 rows a step
+    batches    ---   ---   ---   ---            2 rows per step
 
-So a batch may cross the end of an epoch, and a batch larger than the data set reaches
-into the epochs that follow. Every process computes the same global batch and takes its
-slice of the rows; the width is that of the global batch.
+So a batch may cross the end of an epoch, and a batch larger than the data set spans
+several epochs. Every process computes the same global batch and takes its share of the
+rows; the width is that of the global batch.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Batches(Generic[Batch]):
         return batch
 
     def map(self, function: Callable[[Batch], Other]) -> Batches[Other]:
-        """Every batch after `function`, as `row_sharding.put_rows` on a mesh."""
+        """Applies a function to every batch, such as `row_sharding.put_rows`."""
         dataset = self._dataset.map(function)
         return Batches(dataset, steps_per_epoch=self.steps_per_epoch)
 
@@ -69,25 +69,25 @@ def prompt_batches(
     buckets: Sequence[int] | None = None,
     share: Share = row_sharding.WHOLE,
 ) -> Batches[Prompts]:
-    """Left-padded prompts, the samples of one prompt in neighbouring rows.
+    """Batches left-padded prompts; samples of one prompt are in neighbouring rows.
 
     Args:
-      prompts: token lists, one a row of the data set.
+      prompts: token lists, one per row of the data set.
       batch_size: rows of the global batch, batch_size / samples_per_prompt prompts.
       seed: of the shuffle, 0 <= seed < 2³².
-      pad_id: what stands where the mask is False.
+      pad_id: the token where the mask is False.
       samples_per_prompt: responses to each prompt of a batch.
       buckets: widths; a batch takes the smallest that holds its longest prompt. None
         is one bucket, the longest prompt of all.
-      share: which part of the rows to return, `row_sharding.row_share`.
+      share: which rows this process returns, from `row_sharding.row_share`.
 
     Returns:
-      `Prompts` of NumPy arrays. `sample` counts on over the epochs, so that a prompt
-      that comes back is answered with fresh randomness.
+      `Prompts` of NumPy arrays. `sample` keeps counting over the epochs, so that a
+      repeated prompt is sampled with fresh randomness.
 
     Raises:
-      InputError: no prompts, an empty prompt, one longer than the largest bucket, or
-        sizes that do not divide.
+      InputError: there is no prompt, a prompt is empty or longer than the largest
+        bucket, or `samples_per_prompt` does not divide `batch_size`.
     """
     if min(batch_size, samples_per_prompt) < 1 or batch_size % samples_per_prompt:
         raise InputError(
@@ -126,10 +126,10 @@ def sequence_batches(
     buckets: Sequence[int] | None = None,
     share: Share = row_sharding.WHOLE,
 ) -> Batches[Sequences]:
-    """Right-padded examples; `response_mask` is what the language-model loss reads.
+    """Batches right-padded examples; the language-model loss reads `response_mask`.
 
-    Column 0 is never in `response_mask`: nothing predicts it. Arguments, errors as in
-    `prompt_batches`, with the width that of prompt and response together.
+    Column 0 is never in `response_mask`: no token predicts it. Arguments and errors as
+    in `prompt_batches`; widths are of prompt and response together.
     """
     sizes = [example.length for example in examples]
     widths, mine = _widths(sizes, buckets), share.of(batch_size)
@@ -151,7 +151,7 @@ def preference_batches(
     buckets: Sequence[int] | None = None,
     share: Share = row_sharding.WHOLE,
 ) -> Batches[Preferences]:
-    """Right-padded pairs; both sides have the width that holds the longer one.
+    """Batches right-padded pairs; both sides have the same width.
 
     Arguments as in `prompt_batches`.
 
@@ -188,10 +188,10 @@ def preference_batches(
 def sequences_in_order(
     examples: Sequence[Text], *, batch_size: int, pad_id: int
 ) -> list[Sequences]:
-    """Every example once, in order, for evaluation.
+    """Batches every example once, in order, for evaluation.
 
-    Rows that fill up the last batch are one token with none to predict: they add
-    nothing to a loss, and a score a row is cut to `len(examples)`.
+    Rows that fill up the last batch have a single token, so they add nothing to a loss.
+    Of scores per row only the first `len(examples)` count.
     """
     width = max((example.length for example in examples), default=0)
     fillers = [Example((pad_id,), ())] * (-len(examples) % batch_size)
@@ -209,8 +209,8 @@ def shuffled(
     seed: int,
     collate: Callable[[Sequence[Visit]], Batch],
 ) -> Batches[Batch]:
-    """Batches of the stream above, made by `collate` of the rows that are due."""
-    import grain  # a quarter of a second, which `--help` need not wait for
+    """Makes the batches of the stream above; `collate` makes a batch of its rows."""
+    import grain  # takes 0.25 s, which `--help` need not wait for
 
     stream = grain.MapDataset.range(num_rows).seed(seed).shuffle().repeat()
     visits = stream.map_with_index(lambda place, row: Visit(row, place // num_rows))
@@ -221,7 +221,7 @@ def shuffled(
 
 
 def longest(sizes: Sequence[int]) -> int:
-    """The most tokens of a row; InputError if there is no row."""
+    """Returns the largest size; InputError if there is no row."""
     if not sizes:
         raise InputError("expected at least one row of data, got none")
     return max(sizes)
@@ -259,7 +259,7 @@ def _sequences(examples: Sequence[Text], *, width: int, pad_id: int) -> Sequence
 def pad(
     rows: Sequence[Tokens], *, width: int, pad_id: int, left: bool
 ) -> tuple[HostArray, HostArray]:
-    """i32[B, width] tokens and bool[B, width] mask, from the lengths."""
+    """Pads rows; returns tokens i32[B, width] and the mask bool[B, width]."""
     sizes = np.array([len(row) for row in rows])[:, None]
     columns = np.arange(width)[None, :]
     mask = columns >= width - sizes if left else columns < sizes

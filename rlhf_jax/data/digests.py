@@ -1,4 +1,4 @@
-"""Digests of data, by which a resumed run knows that it reads what it began with."""
+"""Digests of data, by which a resumed run checks that its data is unchanged."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def of_tokens(rows: Sequence[Sequence[object]]) -> str:
 
 
 def of_rows(rows: Sequence[Row]) -> str:
-    """SHA-256 of all fields of rows, for what a reward function or a verifier reads."""
+    """SHA-256 of all fields of rows, which a reward function or verifier may read."""
     return of_values(rows)
 
 
 def of_values(values: Any) -> str:
-    """SHA-256 of whatever JSON holds.
+    """SHA-256 of a JSON value.
 
-    What it does not hold, as a date of a Parquet file or an image of a Hugging Face
-    data set, counts by its pickle.
+    Values that JSON lacks, such as a date of a Parquet file or an image of a Hugging
+    Face data set, are digested by their pickle.
     """
 
     def pickled(value: Any) -> str:
@@ -37,7 +37,7 @@ def of_values(values: Any) -> str:
 
 
 def of_prompt(row: Any) -> bytes | None:
-    """A key of a row's prompt, smaller than it; None where the row has none."""
+    """A 16-byte digest of a row's prompt; None if the prompt is missing or empty."""
     prompt: Any = row.get("prompt") if isinstance(row, dict) else row
     prompt = getattr(prompt, "prompt", prompt)
     if not hasattr(prompt, "__len__") or len(prompt) == 0:

@@ -1,4 +1,4 @@
-"""Rows to token lists, by the text contract (`text`): lengths, blocks of plain text."""
+"""Encodes rows as token lists by the text contract (`text`), and checks lengths."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ def encode_prompts(
     questions: Sequence[Question] | None = None,
     receipt: Receipt | None = None,
 ) -> tuple[list[Row], list[Tokens]]:
-    """The rows whose prompts fit, and the tokens of these prompts.
+    """Encodes prompts; returns the rows whose prompts fit, and their tokens.
 
     Args:
-      max_length: tokens, the context less the room for the response.
+      max_length: the most tokens, the context less the room for the response.
       stop_ids: tokens that end a response, which no text of a prompt becomes; None is
         the tokenizer's EOS.
-      overlong: what becomes of a longer prompt: an error, or left out.
+      overlong: whether a longer prompt is an error or left out.
       widest: tokens of the largest bucket; None is no bucket.
-      more: how a prompt may be longer, for the errors.
-      questions: how each row's prompt is read; None is as the text in `field`.
-      receipt: is told of the rows that are left out.
+      more: what the errors advise to allow longer prompts.
+      questions: the prompts of the rows; None reads them from `field`.
+      receipt: records the rows that are left out.
 
     Raises:
-      InputError: a prompt is longer (with overlong="error") or beyond the largest
-        bucket, has no token, or none is left; or it is of messages that the tokenizer
-        has no template for. Names the row's file and line.
+      InputError: a prompt is empty, longer than `max_length` (with overlong="error") or
+        than `widest`; none is left; or a prompt has messages and the tokenizer no
+        template. Names the row's file and line.
     """
     contract = TextContract(tokenizer, stop_ids=stop_ids, receipt=receipt)
     if questions is None:
@@ -83,25 +83,25 @@ def encode_demonstrations(
     widest: int | None = None,
     receipt: Receipt | None = None,
 ) -> list[Text]:
-    """Examples of at most `max_length` tokens, prompt and response together.
+    """Encodes examples of at most `max_length` tokens, prompt and response together.
 
     Args:
       prompt, response: fields with texts or messages.
-      stop_ids: tokens that end a response, of which the first is given to a text
-        without one; None is the tokenizer's EOS.
+      stop_ids: tokens that end a response; a response without one gets the first. None
+        is the tokenizer's EOS.
       assistant_turns: which turns of the assistant are learned in a conversation: the
-        last, all, or none but those that are marked. A mark of a message (`weight`,
-        `train` or `loss_mask`, 0 or 1) goes before it.
+        last, all, or only marked ones. A mark of a message (`weight`, `train` or
+        `loss_mask`, 0 or 1) takes precedence.
       widest: tokens of the largest bucket or of a packed row; None is no such limit.
-      receipt: is told of the rows that are left out.
+      receipt: records the rows that are left out.
 
     Returns:
-      An `Episode` where several turns of a conversation are learned.
+      Examples; an `Episode` if several turns of a conversation are learned.
 
     Raises:
-      InputError: an example is longer (with overlong="error") or beyond `widest`, or
-        none is left; or the text contract does not take it. Names the row's file and
-        line.
+      InputError: an example is longer than `max_length` (with overlong="error") or than
+        `widest`; none is left; or the text contract rejects one. Names the row's file
+        and line.
     """
     contract = TextContract(tokenizer, stop_ids=stop_ids, receipt=receipt)
     questions = _questions(rows, field=prompt)
@@ -138,7 +138,7 @@ def encode_episodes(
     widest: int | None = None,
     receipt: Receipt | None = None,
 ) -> list[Episode]:
-    """Demonstrations of several turns, of at most `max_length` tokens.
+    """Encodes demonstrations of several turns, of at most `max_length` tokens.
 
         {"prompt": "3+4+5⏎", "turns": ["calc: 3+4", "⏎7⏎", "calc: 7+5", "⏎12⏎", "= 12"]}
 
@@ -146,10 +146,10 @@ def encode_episodes(
         observed                ---              ----
 
     Args:
-      prompt, turns: fields with the prompt, and with responses and observations in
-        turn; texts, or a prompt and observations of messages for the chat template.
+      prompt, turns: fields with the prompt, and with alternating responses and
+        observations. All are texts, or the prompt and observations are messages.
 
-    The others, and errors, are as in `encode_demonstrations`.
+    Other arguments and errors are as in `encode_demonstrations`.
     """
     contract = TextContract(tokenizer, stop_ids=stop_ids, receipt=receipt)
     questions = _questions(rows, field=prompt)
@@ -188,14 +188,14 @@ def encode_preferences(
     packed: bool = False,
     receipt: Receipt | None = None,
 ) -> list[Pair]:
-    """Pairs of at most `max_length` tokens, prompt and longer response together.
+    """Encodes pairs whose prompt and longer response have at most `max_length` tokens.
 
     Args:
-      margin: the field with the score difference asked for; None for no margins.
-      packed: both texts of a pair, each with its prompt, stand in one row of `widest`
-        tokens, where a prompt has at least one.
+      margin: the field with the margin, in reward units; None for no margins.
+      packed: whether a row of `widest` tokens must hold both texts of a pair, each with
+        its prompt, which must not be empty.
 
-    The others are as in `encode_demonstrations`.
+    Other arguments are as in `encode_demonstrations`.
 
     Raises:
       InputError: both responses are the same tokens, or a margin is not a finite
@@ -245,15 +245,15 @@ def encode_text(
     block_size: int,
     receipt: Receipt | None = None,
 ) -> list[Example]:
-    """Plain text as consecutive blocks of `block_size` tokens, the last one shorter.
+    """Cuts plain text into blocks of `block_size` tokens, the last one shorter.
 
         tokens   0 1 2 3 4 5 6 7      block_size = 4
         blocks   0 1 2 3
                        3 4 5 6
                              6 7
 
-    Neighbours share one token, since the first token of a row has no prediction: so
-    the loss reads each token of the text but the first exactly once.
+    Neighbours share one token, since no token predicts the first one of a row. So the
+    loss reads each token of the text but the first exactly once.
 
     Raises:
       InputError: the text or the block size has fewer than two tokens.
@@ -287,7 +287,7 @@ def _questions(rows: Sequence[Row], *, field: str) -> list[Question]:
 def _learned(
     question: Question, response: Written, *, which: AssistantTurns
 ) -> list[int] | None:
-    """The messages of a conversation that are learned; None for its response alone."""
+    """Returns the indices of learned messages; None if only the response is learned."""
     if not question.is_chat:
         return None
     conversation = [*question.messages, *messages.as_turn(response)]
@@ -302,7 +302,6 @@ def _episode(
     *,
     begins: list[int],
 ) -> Episode:
-    """An episode of responses and observations in turn, behind its prompt."""
     chat = question.is_chat
     ids, before = list(begins), question
     observed: list[tuple[int, int]] = []
@@ -322,7 +321,7 @@ def _episode(
 
 
 def _check_packed(pair: Pair, row: Row, *, where: str, widest: int | None) -> None:
-    """InputError unless a packed row can hold the pair."""
+    """Raises InputError unless a packed row can hold the pair."""
     lengths.check_prompt(pair.prompt, where=where, of=row["prompt"])
     if widest is not None:
         lengths.check(

@@ -1,4 +1,4 @@
-"""What losses of texts read: encoded demonstrations, episodes and pairs.
+"""Encoded texts that losses read: demonstrations, episodes and pairs.
 
 prompt       The cat               response    sat. <eos>
 trained       0   0                             1    1
@@ -20,12 +20,12 @@ class Example(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Tokens of both."""
+        """Tokens of prompt and response."""
         return len(self.prompt) + len(self.response)
 
     @property
     def trained(self) -> list[bool]:
-        """Whether the loss reads each token; nothing predicts the first one."""
+        """Whether the loss reads each token: the response, but never token 0."""
         start = max(len(self.prompt), 1)
         return [place >= start for place in range(self.length)]
 
@@ -34,17 +34,17 @@ class Episode(NamedTuple):
     """A demonstration of several turns, of which the loss reads the responses."""
 
     prompt: Tokens
-    response: Tokens  # all turns, each response with EOS, and what was observed
+    response: Tokens  # responses, each with EOS, and the observations between them
     observed: tuple[tuple[int, int], ...]  # [start, end) in `response`, not trained on
 
     @property
     def length(self) -> int:
-        """Tokens of both."""
+        """Tokens of prompt and response."""
         return len(self.prompt) + len(self.response)
 
     @property
     def trained(self) -> list[bool]:
-        """Whether the loss reads each token: as in `Example`, and nothing observed."""
+        """Whether the loss reads each token: as in `Example`, but no observation."""
         trained, before = Example(self.prompt, self.response).trained, len(self.prompt)
         for start, end in self.observed:
             trained[before + start : before + end] = [False] * (end - start)
@@ -57,7 +57,7 @@ class Pair(NamedTuple):
     prompt: Tokens
     chosen: Tokens  # with EOS
     rejected: Tokens  # with EOS
-    margin: float | None = None  # score difference asked for
+    margin: float | None = None  # the margin of the scores, in reward units
 
     @property
     def length(self) -> int:
@@ -66,7 +66,7 @@ class Pair(NamedTuple):
 
 
 class Labelled(NamedTuple):
-    """KTO's response with its label, and one that was given to another prompt."""
+    """KTO's response with its label, and a response to another prompt."""
 
     prompt: Tokens
     completion: Tokens  # with EOS
@@ -75,7 +75,7 @@ class Labelled(NamedTuple):
 
     @property
     def pair(self) -> Pair:
-        """Both as the two texts of a packed pair, the response first."""
+        """The two responses as a packed pair, the labelled one first."""
         return Pair(self.prompt, self.completion, self.mismatched)
 
 

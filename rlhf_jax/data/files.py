@@ -1,10 +1,10 @@
-"""Files and Hugging Face data sets to rows.
+"""Reads the rows of files and Hugging Face data sets.
 
-    file ─data─> rows ─encoding─> token lists ─batches─> batches[step]
+    file ─files─> rows ─encoding─> token lists ─batches─> batches[step]
 
-A row is a dict that keeps all its fields: a Python reward is given the rows. What is
-asked and answered is a text, or messages for a chat template (`chat`). A row that was
-read from a file knows its line (`json_lines`), so that every later error can name it.
+A row is a dict with all its fields, which a Python reward may read. Prompts and
+responses are texts, or messages for a chat template (`text`). A row of a file knows its
+line (`json_lines`), so that every later error can name it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from rlhf_jax.functional.checks import InputError
 
 Blank = Literal["keep", "drop", "error"]
 
-ASSISTANT = "\n\nAssistant:"  # hh-rlhf: what stands before each response
-HUMAN = "\n\nHuman:"  # and before each turn of the other side
+ASSISTANT = "\n\nAssistant:"  # hh-rlhf: the text before each response
+HUMAN = "\n\nHuman:"  # hh-rlhf: the text before each turn of the human
 SIDES = ("chosen", "rejected")
 BLANK = "a response of nothing but white space"  # why a row is left out
-TURNS = "turns"  # of a demonstration: responses, and what was observed between them
+TURNS = "turns"  # field of a demonstration: responses with observations between them
 
 
 class Reading(NamedTuple):
-    """What a row of a file becomes."""
+    """The rows that a row of a file becomes."""
 
-    rows: Sequence[Row]  # none where it is left out as its response is blank
+    rows: Sequence[Row]  # empty if the response is blank and such rows are left out
     reads: tuple[str, ...]  # the fields that were read
-    num_texts: int = 1  # that the row counts for in the receipt
+    num_texts: int = 1  # the number of texts that the receipt counts for the row
 
 
 def read_prompts(
@@ -44,14 +44,14 @@ def read_prompts(
     beside: str | None = None,
     receipt: Receipt | None = None,
 ) -> list[Row]:
-    """Rows with a text or messages in `field`; a .txt file has one prompt a line.
+    """Reads rows with a text or messages in `field`; a .txt file has a prompt per line.
 
     Args:
-      beside: a further field with a prompt, a teacher's.
-      receipt: is told of every row and the fields that are read.
+      beside: a second field with a prompt, a teacher's.
+      receipt: records every row and the fields that are read.
 
     Raises:
-      InputError: the file is empty or malformed, or a row has no prompt in a field.
+      InputError: the file is empty or malformed, or a row lacks a prompt.
     """
     fields = (field,) if beside is None else (field, beside)
 
@@ -71,14 +71,14 @@ def read_demonstrations(
     turns: bool = False,
     receipt: Receipt | None = None,
 ) -> list[Row]:
-    """Rows with texts in the fields named by `prompt` and `response`, or messages.
+    """Reads rows with texts or messages in the fields `prompt` and `response`.
 
-    Rows with a whole conversation in `messages` instead of a response are cut before
-    its last turn, which is the response. With `turns` rows may have "turns" instead of
-    a response: responses and observations in turn, from the first response to the last.
+    A row may have a whole conversation in `messages` instead, whose last turn is the
+    response. With `turns`, a row may have "turns" instead of a response: responses and
+    observations alternately, beginning and ending with a response.
 
     Args:
-      receipt: is told of every row and the fields that are read.
+      receipt: records every row and the fields that are read.
 
     Raises:
       InputError: the file is empty or malformed, a row lacks one of the texts, its
@@ -109,21 +109,21 @@ def read_demonstrations(
 def read_preferences(
     source: str | Path, *, blank: Blank = "keep", receipt: Receipt | None = None
 ) -> list[Row]:
-    """Rows with prompt, chosen and rejected: texts, or messages.
+    """Reads rows with prompt, chosen and rejected: texts, or messages.
 
     Rows without a prompt are dialogues as in hh-rlhf: the prompt is what the two sides
-    share, up to and including the last "\\n\\nAssistant:" in it. Of messages it is all
-    but the last turn.
+    share, up to and including the last "\\n\\nAssistant:" in it. In conversations of
+    messages the prompt is everything before the last turn.
 
     Args:
-      blank: what becomes of a pair with a response of nothing but white space.
-      receipt: is told of every row, the fields that are read, and pairs left out.
+      blank: whether a pair with a blank response is kept, left out or an error.
+      receipt: records every row, the fields that are read, and pairs left out.
 
     Raises:
-      InputError: the file is empty or malformed, a text is missing, the sides are
-        equal, or a response is blank (with blank="error"); a prompt is blank, or is
-        part of the responses too; two dialogues share no prompt, or go on with other
-        turns of the human; or no pair is left.
+      InputError: the file is empty or malformed; a text is missing; the sides are
+        equal; a response is blank (with blank="error"); a prompt is blank, or repeated
+        in the responses; two dialogues share no prompt, or differ in a turn of the
+        human; or no pair is left.
     """
 
     def read(where: str, row: Row) -> Reading:
@@ -142,11 +142,11 @@ def read_rows(
     text: str | None = None,
     receipt: Receipt | None,
 ) -> list[Row]:
-    """What the rows of a file become.
+    """Reads a file row by row.
 
     Args:
-      read: (file and line, row) -> what it becomes.
-      text: as of `json_lines.read_located`.
+      read: (file and line, row) -> `Reading`.
+      text: as in `json_lines.read_located`.
     """
     rows: list[Row] = []
     for where, row in json_lines.read_located(source, text=text, receipt=receipt):
@@ -160,7 +160,7 @@ def read_rows(
 
 
 def response(where: str, row: Row, *, field: str, blank: Blank) -> Reading:
-    """A row with a prompt and a response in a field, as a file has it.
+    """Checks a row with a prompt and a response in `field`.
 
     Raises:
       InputError: a text is missing, or blank (a response with blank="error").
@@ -172,7 +172,7 @@ def response(where: str, row: Row, *, field: str, blank: Blank) -> Reading:
 
 
 def preference(where: str, row: Row, *, blank: Blank) -> Reading:
-    """A row with a prompt and two responses, as `read_preferences` has them.
+    """Checks a row with a prompt and two responses, as in `read_preferences`.
 
     Raises:
       InputError: a text is missing, malformed or, with blank="error", blank.
@@ -183,9 +183,9 @@ def preference(where: str, row: Row, *, blank: Blank) -> Reading:
 
 
 def _read_beside(prompt: str | list[Any]) -> tuple[str, ...]:
-    """Fields that the text contract reads of a row with this prompt beside its texts.
+    """Names the fields of a row that the text contract reads besides its texts.
 
-    The chat template, which is asked for messages alone, reads all but the first.
+    All but the first are for the chat template, which only renders messages.
     """
     if isinstance(prompt, str):
         return (chat.CONTROL_TOKENS,)
@@ -195,7 +195,7 @@ def _read_beside(prompt: str | list[Any]) -> tuple[str, ...]:
 def _unless_blank(
     where: str, row: Row, fields: Sequence[str], *, blank: Blank
 ) -> list[Row]:
-    """The row, unless a response is blank and such rows are left out."""
+    """Returns [row], or [] if a response is blank and blank="drop"."""
     empty = [field for field in fields if not chat.content(row[field]).strip()]
     if empty and blank == "error":
         raise InputError(
@@ -218,7 +218,7 @@ def _preference(where: str, row: Row) -> Row:
         return row
     if not (isinstance(chosen, str) and isinstance(rejected, str)):
         return row | _conversations(where, row)
-    # Character by character, which is what is meant here.
+    # A prefix of characters, not of paths, is what is needed here.
     shared = os.path.commonprefix([chosen, rejected])  # noqa: RUF071
     turn = shared.rfind(ASSISTANT)
     if turn < 0:
@@ -242,7 +242,6 @@ def _preference(where: str, row: Row) -> Row:
 
 
 def _conversations(where: str, row: Row) -> Row:
-    """Two conversations of messages, cut before their last turns."""
     (prompt, chosen), (other, rejected) = (
         _last_turn(where, row, side) for side in SIDES
     )
@@ -256,7 +255,7 @@ def _conversations(where: str, row: Row) -> Row:
 
 
 def _last_turn(where: str, row: Row, field: str) -> tuple[list[Any], list[Any]]:
-    """(prompt, response) of a whole conversation."""
+    """Splits a whole conversation into (prompt, response)."""
     messages = _written(where, row, field)
     if isinstance(messages, str):
         raise InputError(
@@ -274,7 +273,7 @@ def _last_turn(where: str, row: Row, field: str) -> tuple[list[Any], list[Any]]:
 
 
 def _check_responses(where: str, row: Row, prompt: str | list[Any]) -> None:
-    """InputError unless the sides are responses to this prompt, and not whole texts."""
+    """Raises InputError unless both sides are responses without their prompt."""
     for side in SIDES:
         _check_response(where, row, prompt, side)
     if not isinstance(prompt, str):
@@ -297,7 +296,7 @@ def _check_responses(where: str, row: Row, prompt: str | list[Any]) -> None:
 def _read_prompt(
     where: str, row: Row, field: str, *, may_be_blank: bool = False
 ) -> str | list[Any]:
-    """A prompt; of messages, one that waits for the assistant."""
+    """Reads a prompt; InputError if it is blank or ends with the assistant's turn."""
     prompt = _written(where, row, field)
     if not isinstance(prompt, str):
         chat.check_prompt(prompt, where=where, field=field)
@@ -310,7 +309,7 @@ def _read_prompt(
 
 
 def _check_response(where: str, row: Row, prompt: str | list[Any], field: str) -> None:
-    """InputError unless it is a response: of messages only to messages."""
+    """Raises InputError unless the field has a response; messages answer messages."""
     response = _written(where, row, field)
     if isinstance(prompt, str):
         chat.plain(response, where=where, field=field)
@@ -319,7 +318,7 @@ def _check_response(where: str, row: Row, prompt: str | list[Any], field: str) -
 
 
 def _written(where: str, row: Row, field: str) -> str | list[Any]:
-    """A text, or messages."""
+    """Reads a text or messages; InputError for anything else."""
     if field not in row:
         raise InputError(
             f"{where}: expected a field {field!r}, got {', '.join(map(repr, row))};"
@@ -339,7 +338,7 @@ def _written(where: str, row: Row, field: str) -> str | list[Any]:
 
 
 def _check_encodable(where: str, field: str, value: Any) -> None:
-    """InputError for half a surrogate pair, which neither UTF-8 nor a tokenizer has."""
+    """Raises InputError for a lone surrogate, which UTF-8 cannot encode."""
     if isinstance(value, dict | list):
         inner = [*value, *value.values()] if isinstance(value, dict) else value
         for part in inner:

@@ -1,4 +1,4 @@
-"""The format of a file, by its first bytes, or else by its name."""
+"""Detects the format of a file by its first bytes, or else by its name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import ModuleType
 
 from rlhf_jax.functional.checks import InputError
 
-HEAD = 2**16  # bytes that tell a format
+HEAD = 2**16  # bytes that are read to detect a format
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,23 +18,23 @@ class Format:
     """A format that is neither JSON Lines nor plain text."""
 
     name: str  # for messages
-    remedy: str  # how it becomes what is read
-    builder: str | None = None  # of the package datasets that reads it; None: nothing
+    remedy: str  # how to convert a file to JSON Lines or text
+    builder: str | None = None  # the builder in `datasets` that reads it, if any
     suffixes: tuple[str, ...] = ()
-    magic: tuple[bytes, ...] = ()  # what such a file begins with
+    magic: tuple[bytes, ...] = ()  # the first bytes of such a file
 
     def refusal(self, path: Path, *, expected: str = "JSON Lines") -> InputError:
-        """That it is not read, and what to do."""
+        """Makes the error that such a file is not read, with the remedy."""
         per_line = ", one JSON object per line" if expected == "JSON Lines" else ""
         return InputError(
             f"{path}: expected {expected}{per_line}, got {self.name}; {self.remedy}"
         )
 
     def reader(self, path: Path) -> ModuleType:
-        """The package datasets.
+        """Returns the package `datasets`.
 
         Raises:
-          InputError: it is not installed, or does not read the format.
+          InputError: `datasets` is not installed or does not read the format.
         """
         install = ""
         if self.builder is not None:
@@ -83,7 +83,7 @@ COMPRESSED = (
     _compressed("xz", ".xz", b"\xfd7zXZ\0", unpack="xz -d"),
     _compressed("zstd", ".zst", b"\x28\xb5\x2f\xfd", unpack="zstd -d"),
 )
-WRITTEN = (ARRAY, CSV, TSV)  # as text
+WRITTEN = (ARRAY, CSV, TSV)  # formats that are text
 _FORMATS = (
     *COMPRESSED,
     Format(
@@ -118,10 +118,11 @@ _FORMATS = (
 
 
 def of(path: Path, head: bytes) -> Format | None:
-    """The format of a file; None is JSON Lines or plain text.
+    """Returns the format of a file; None is JSON Lines or plain text.
 
     Args:
-      head: its first bytes; a JSON object makes it JSON Lines, whatever its name.
+      head: its first bytes. If they begin a JSON object the file is JSON Lines,
+        whatever its name.
     """
     form = of_bytes(head)
     if form is not None:
@@ -136,16 +137,16 @@ def of(path: Path, head: bytes) -> Format | None:
 
 
 def of_bytes(head: bytes) -> Format | None:
-    """The format that a file of these first bytes has, whatever its name."""
+    """Returns the format that has these first bytes; None if there is none."""
     return next((form for form in _FORMATS if head.startswith(form.magic)), None)
 
 
 def unpacked_name(path: Path) -> Path:
-    """The path without the suffix of a compression."""
+    """Returns the path without the suffix of a compression."""
     suffixes = [suffix for form in COMPRESSED for suffix in form.suffixes]
     return path.with_suffix("") if path.suffix.lower() in suffixes else path
 
 
 def is_text(source: str | Path) -> bool:
-    """Whether a file is plain text, by its name: .txt, or .txt.gz and such."""
+    """Whether a file's name is that of plain text: .txt, .txt.gz and the like."""
     return unpacked_name(Path(source)).suffix == ".txt"

@@ -1,9 +1,9 @@
-"""A checkpoint's folder: here, or a copy from object storage or the Hugging Face hub.
+"""Finds a checkpoint's folder: local, in object storage or on the Hugging Face hub.
 
-Without a network the hub's own clients try again for a minute, a file at a time. Here
-the hub is asked for config.json first, within a time limit: what it does not have, and
-the local cache neither, is one message. A name without an owner, which the hub has of a
-few old models alone, is refused before the network is tried.
+Without a network the hub's own client retries for a minute per file. Here config.json
+is requested first, within a time limit, so that a missing checkpoint is one message. A
+name without an owner, which only a few old models on the hub have, is refused before
+the network is tried.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from huggingface_hub.errors import HFValidationError
 from rlhf_jax.functional.errors import InputError
 from rlhf_jax.runs.object_storage import urls
 
-SECONDS = 8.0  # for config.json to come
+SECONDS = 8.0  # time limit for config.json
 OWNERLESS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2")
 _ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 class NoCheckpoint(InputError):
-    """There is no folder of a name, and no hub id."""
+    """There is neither a folder nor a hub id of a name."""
 
 
 def folder(path_or_repo_id: str | os.PathLike[str], *, patterns: Sequence[str]) -> Path:
-    """The folder of that name or address, or else the snapshot of that hub id.
+    """Returns the folder of a path or address, or a downloaded snapshot of a hub id.
 
     Args:
-      patterns: of the file names to download.
+      patterns: patterns of the file names to download.
 
     Raises:
       NoCheckpoint: there is neither.
@@ -46,7 +46,7 @@ def folder(path_or_repo_id: str | os.PathLike[str], *, patterns: Sequence[str]) 
         if path.is_dir():
             return path
         is_file = path.is_file()
-    except OSError:  # a name that no system takes
+    except OSError:  # not a valid file name
         is_file = False
     name = str(path_or_repo_id)
     cause: Exception | None = None
@@ -66,7 +66,7 @@ def folder(path_or_repo_id: str | os.PathLike[str], *, patterns: Sequence[str]) 
         except (OSError, HFValidationError) as error:
             cause = error
         message = next(iter(str(cause).splitlines()), type(cause).__name__)
-        message = message.removeprefix("Got: ")  # of a client without a network
+        message = message.removeprefix("Got: ")  # written by a client without network
         why = f"; there is no such folder, and the hub says: {message:.200}"
         why += "; correct the name, or see to the network"
         if path.parent.name and path.parent.is_dir():
@@ -77,7 +77,6 @@ def folder(path_or_repo_id: str | os.PathLike[str], *, patterns: Sequence[str]) 
 
 
 def _cached(repo_id: str) -> bool:
-    """Whether the local cache has it, by a download of another program perhaps."""
     try:
         cached = huggingface_hub.try_to_load_from_cache(repo_id, "config.json")
     except HFValidationError:
@@ -87,7 +86,7 @@ def _cached(repo_id: str) -> bool:
 
 @functools.lru_cache
 def _reach(repo_id: str) -> None:
-    """Waits for config.json; raises what the hub does, or that nothing came in time."""
+    """Waits for config.json; raises the hub's error, or TimeoutError."""
     failed: list[OSError | HFValidationError] = []
 
     def download() -> None:
@@ -96,7 +95,7 @@ def _reach(repo_id: str) -> None:
         except (OSError, HFValidationError) as error:
             failed.append(error)
 
-    # A thread, since looking up the hub's address has no time limit of its own.
+    # In a thread, since the look-up of the hub's address has no time limit.
     waiting = threading.Thread(target=download, daemon=True)
     waiting.start()
     waiting.join(SECONDS)

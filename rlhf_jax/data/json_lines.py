@@ -1,4 +1,4 @@
-"""Rows of a JSON Lines file, a text or whatever `tables` reads, with their places."""
+"""Reads the rows of JSON Lines, plain text and `tables`' formats, with their lines."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Row = dict[str, Any]
 
 
 class LocatedRow(Row):
-    """A row with its file and line; a copy, or what another process gets, is a dict."""
+    """A row with its file and line; copies, and pickled rows, are plain dicts."""
 
     def __init__(self, fields: Row, *, where: str) -> None:
         super().__init__(fields)
         self.where = where
 
     def __or__(self, other: Any) -> Self:  # of any keys, as the row itself
-        """The row with other fields, from the same line."""
+        """Returns the row with other fields, from the same line."""
         return type(self)(dict(self) | other, where=self.where)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -37,20 +37,20 @@ class LocatedRow(Row):
 
 
 def place(row: Row, index: int) -> str:
-    """Where a row stands, for errors: its file and line, or else its number."""
+    """Returns a row's file and line for errors, or else its number."""
     return row.where if isinstance(row, LocatedRow) else f"row {index} (from 0)"
 
 
 def read_jsonl(source: str | Path) -> list[Row]:
-    """JSON objects, one a line, or the rows of another format or a data set.
+    """Reads JSON objects, one per line, or the rows of another format or a data set.
 
     Args:
-      source: a file or its address (`urls.of`), or `hf:NAME` or `hf:NAME:SPLIT` (SPLIT
-        is train unless given). A data set, a compressed file, a JSON array, Parquet,
+      source: a file or its address (`urls.of`), or `hf:NAME` or `hf:NAME:SPLIT` (the
+        default SPLIT is train). A data set, a compressed file, a JSON array, Parquet,
         Arrow or CSV needs the extra `datasets`.
 
     Raises:
-      InputError: names the file and line that cannot be read, or its format.
+      InputError: a line or the format cannot be read; names the file and line.
     """
     return [row for _, row in read_located(source)]
 
@@ -58,17 +58,17 @@ def read_jsonl(source: str | Path) -> list[Row]:
 def read_located(
     source: str | Path, *, text: str | None = None, receipt: Receipt | None = None
 ) -> list[tuple[str, Row]]:
-    """(where it stands, row) of `read_jsonl`, so that a message can name the place.
+    """Reads like `read_jsonl`, and returns (file and line, row) pairs.
 
     Args:
-      text: the field of a row in which a line of a .txt file stands; None reads none.
-      receipt: is told of blank lines; of rows it is told by who reads their fields.
+      text: the field that gets a line of a .txt file; None reads no such files.
+      receipt: notes blank lines. The caller records the rows.
 
     Raises:
       InputError: as `read_jsonl`, or there is no row.
     """
     if str(source).startswith("hf:"):
-        # Here and below: rows of JSON Lines need no library of tables.
+        # Imported late, here and below: JSON Lines need no library of tables.
         from rlhf_jax.data import tables
 
         rows = tables.of_hub(str(source))
@@ -89,9 +89,9 @@ def read_located(
 
 
 def read_text(path: str | Path) -> str:
-    """The whole of a plain text file; InputError if it is empty.
+    """Reads a plain text file; InputError if it is empty.
 
-    One that is compressed needs the extra `datasets`.
+    A compressed file needs the extra `datasets`.
     """
     text = _text(urls.fetched(path))
     if not text.strip():
@@ -102,7 +102,6 @@ def read_text(path: str | Path) -> str:
 def _rows(
     path: Path, *, receipt: Receipt | None
 ) -> Iterator[tuple[str, Row]] | Located:
-    """The rows of a file of any format."""
     form, text = _read(path)
     if text is None:
         assert form is not None
@@ -147,9 +146,9 @@ def _value(where: str, line: str) -> Any:
 
 
 def _lines(path: Path, text: str, *, receipt: Receipt | None) -> list[tuple[str, str]]:
-    """The lines that are not blank; only a line feed ends one, as JSON Lines has it."""
+    """Returns the lines that are not blank; only "\\n" ends one, as in JSON Lines."""
     lines = []
-    # What follows the last "\n" is no line.
+    # There is no line after the last "\n".
     for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
         if line.strip():
             lines.append((f"{path}:{number}", line))
@@ -159,7 +158,7 @@ def _lines(path: Path, text: str, *, receipt: Receipt | None) -> list[tuple[str,
 
 
 def _text(path: Path) -> str:
-    """The text of a file that is to be one, compressed or not."""
+    """Reads a file that must be plain text, compressed or not."""
     form, text = _read(path, rows=False)
     if text is not None:
         return text
@@ -172,13 +171,14 @@ def _text(path: Path) -> str:
 
 
 def _read(path: Path, *, rows: bool = True) -> tuple[Format | None, str | None]:
-    """The format of a file, and its text unless it is compressed or binary.
+    """Returns the format of a file, and its text unless it is compressed or binary.
 
     Args:
-      rows: of JSON Lines, or else of plain text, which may look like anything.
+      rows: whether rows are expected. Otherwise the file is plain text, whatever it
+        looks like.
     """
     try:
-        with path.open("rb") as file:  # once, as a pipe can be read
+        with path.open("rb") as file:  # opened once: it may be a pipe
             head = file.read(formats.HEAD)
             form = formats.of(path, head) if rows else formats.of_bytes(head)
             if form is not None and form not in formats.WRITTEN:

@@ -1,4 +1,4 @@
-"""Lengths of encoded rows: which fit, and errors that name those that do not."""
+"""Checks the lengths of encoded rows; errors name the rows that are too long."""
 
 from __future__ import annotations
 
@@ -22,11 +22,17 @@ def fits(
     more: str = "allow more",
     receipt: Receipt | None = None,
 ) -> list[int]:
-    """Which of `lengths` are at most `max_length`; none of these may be wider.
+    """Returns the indices of the rows that have at most `max_length` tokens.
 
     Args:
-      more: how a row may be longer, for the errors.
-      receipt: is told of the rows that are left out.
+      lengths: tokens of each row.
+      texts, places: the text of each row and its file and line, for errors.
+      widest: tokens of the largest bucket or of a packed row; None is no such limit.
+      more: what the errors advise to allow longer rows.
+      receipt: records the rows that are left out.
+
+    Raises:
+      InputError: a row is too long, or no row fits.
     """
     fits = [i for i, length in enumerate(lengths) if length <= max_length]
     for row, length in enumerate(lengths):
@@ -60,12 +66,12 @@ def check(
     holds: str = "",
     of: object = None,
 ) -> None:
-    """InputError for more than `most` tokens.
+    """Raises InputError if `length` exceeds `most` tokens.
 
     Args:
-      where: which row they are of.
-      holds: what has no room for more, behind a comma.
-      of: the text that they are the tokens of, if there is one.
+      where: file and line of the row.
+      holds: ", " and what has no room for more tokens, or "".
+      of: the text of the tokens; None if there is none.
     """
     if length > most:
         got = f"{length} of {of!r:.60}" if of is not None else f"{length}"
@@ -75,7 +81,7 @@ def check(
 
 
 def check_prompt(prompt: Sequence[int], *, where: str, of: object = None) -> None:
-    """InputError for a prompt of no token, of which nothing predicts a response."""
+    """Raises InputError for an empty prompt, which cannot predict a response."""
     if len(prompt) == 0:
         got = "none" if of is None else f"none of {of!r:.60}"
         raise InputError(

@@ -1,11 +1,11 @@
-"""Encoded pairs or examples to rows that hold several, and those to batches[step].
+"""Packs several encoded pairs or examples into one row, and batches the rows.
 
     pairs      8, 5 and 3 tokens, both texts      width 12
     rows       pair 0 (8), pair 2 (3)  |  pair 1 (5)
 
-Each goes into the first row that has room (first fit), in the order of the data: the
-rows follow from the data and the width alone. They are shuffled and batched as
-`batches` does it. A pair is packed whole: its row is all that its loss needs.
+Each pair goes into the first row that has room (first fit), in the order of the data,
+so the rows depend on the data and the width alone. `batches` shuffles and batches them.
+Both texts of a pair are in the same row, so the loss needs no other row.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ HostArray = Any
 
 
 class PackedRow(NamedTuple):
-    """Examples, or pairs as prompt and chosen, prompt and rejected, end to end."""
+    """Concatenated texts: examples, or pairs (prompt + chosen, prompt + rejected)."""
 
     tokens: Tokens
     segments: Sequence[int]  # k + 1 for text k of the row; a pair is two texts
-    response: Sequence[bool]  # tokens of responses, but what nothing predicts
-    places: tuple[int, ...]  # of the pairs or examples in the data set
+    response: Sequence[bool]  # response tokens, except those that no token precedes
+    places: tuple[int, ...]  # indices of the pairs or examples in the data set
 
 
 def pack(pairs: Sequence[Pair], *, width: int | None) -> list[PackedRow]:
-    """First fit of pairs into rows; every pair is in one row.
+    """Packs pairs into rows by first fit.
 
     Args:
-      pairs: encoded, in any order.
-      width: tokens of a row; None is a row for each pair.
+      pairs: encoded pairs, in any order.
+      width: tokens of a row; None gives every pair a row of its own.
 
     Raises:
-      InputError: there are no pairs, one has no prompt or does not fit into a row.
+      InputError: there are no pairs, or one has no prompt or does not fit into a row.
     """
     for place, pair in enumerate(pairs):
         where = f"pair {place} (from 0, of those to be packed)"
@@ -55,7 +55,7 @@ def pack(pairs: Sequence[Pair], *, width: int | None) -> list[PackedRow]:
 
 
 def pack_examples(examples: Sequence[Text], *, width: int) -> list[PackedRow]:
-    """As `pack`, one text each; without a prompt it is read from its second token."""
+    """Packs examples like `pack`; without a prompt the first token is not learned."""
     texts = [(example,) for example in examples]
     return _pack(texts, width=width, of="example")
 
@@ -69,13 +69,13 @@ def packed_batches(
     share: Share = row_sharding.WHOLE,
     labels: Sequence[bool] | None = None,
 ) -> Batches[PackedPreferences]:
-    """Right-padded rows, all as wide as the longest of the data set.
+    """Shuffles and batches rows, right-padded to the longest row of the data set.
 
     Args:
-      rows: of `pack`.
+      rows: from `pack`.
       batch_size: rows, not pairs, of the global batch.
-      labels: of each pair that was packed, whether its first text is desirable (KTO);
-        None has none.
+      labels: for each packed pair, whether its first text is desirable (KTO); None for
+        data without labels.
     """
     mine = share.of(batch_size)
     collate = _Collate(rows, pad_id=pad_id, labels=labels)
@@ -94,7 +94,7 @@ def sequence_batches(
     pad_id: int,
     share: Share = row_sharding.WHOLE,
 ) -> Batches[Sequences]:
-    """As `packed_batches`, of `pack_examples`; `segments` tells the texts apart."""
+    """Batches the rows of `pack_examples` as `packed_batches` does, with `segments`."""
     packed = packed_batches(
         rows, batch_size=batch_size, seed=seed, pad_id=pad_id, share=share
     )
@@ -115,10 +115,9 @@ def packed_in_order(
     pad_id: int,
     labels: Sequence[bool] | None = None,
 ) -> list[PackedPreferences]:
-    """Every row once, in order, for evaluation.
+    """Batches every row once, in order, for evaluation.
 
-    Rows without pairs, of index -1, fill up the last batch. `labels` are those of
-    `packed_batches`.
+    Empty rows of index -1 fill up the last batch. `labels` as in `packed_batches`.
     """
     collate = _Collate(rows, pad_id=pad_id, labels=labels)
     places = [*range(len(rows)), *[-1] * (-len(rows) % batch_size)]
@@ -129,7 +128,7 @@ def packed_in_order(
 
 
 class _Collate:
-    """Places in `rows` to a batch; -1 is a row without pairs."""
+    """Makes a batch of the rows at some indices; -1 is a row without pairs."""
 
     def __init__(
         self,
@@ -178,7 +177,7 @@ class _Collate:
 def _pack(
     texts: Sequence[tuple[Text, ...]], *, width: int | None, of: str
 ) -> list[PackedRow]:
-    """First fit of what is packed whole, one or two texts."""
+    """Packs items of one or two texts by first fit; an item is never split."""
     sizes = [sum(text.length for text in whole) for whole in texts]
     most = batches.longest(sizes)
     if width is None:
@@ -195,18 +194,18 @@ def _pack(
 
 
 def first_fit(sizes: Sequence[int], *, width: int) -> list[list[int]]:
-    """Places in `sizes` by row: each goes into the first row that has room for it.
-
-    The time is O(n log n) for n sizes.
+    """Puts each item into the first row that has room; O(n log n) for n items.
 
     Args:
-      sizes: tokens of what is packed whole, none above `width`, in the order in which
-        they are put into rows.
+      sizes: tokens of each item, at most `width`, in the order of packing.
       width: tokens of a row.
+
+    Returns:
+      The items of each row, as indices of `sizes`.
     """
     leaves = 1 << max(len(sizes) - 1, 0).bit_length()
-    # A tree over the rows: the largest room of those below a node, whose halves are
-    # nodes 2·node and 2·node + 1. The first row that has room is found from its root.
+    # A binary tree over the rows: `room[node]` is the largest room of the rows below
+    # it, and its children are 2·node and 2·node + 1.
     room = [width] * (2 * leaves)
     filled: list[list[int]] = []
     for place, size in enumerate(sizes):

@@ -1,12 +1,12 @@
-"""Rows to train on and rows held out, which share no prompt.
+"""Splits rows into training and held-out rows that share no prompt.
 
     prompts    a b a c d b      one drawn prompt, b
     held out     b       b
     trained    a   a c d
 
-The responses to one prompt are alike, so a loss on other responses to a prompt that was
-trained on says little about new prompts. The prompt of a row is what stands before the
-first response that is learned, compared by its token ids where it is encoded.
+Responses to one prompt are alike, so the loss on further responses to a trained prompt
+says little about new prompts. The prompt of a row is everything before the first
+learned response, compared by its token ids if it is encoded.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ def hold_out(
     receipt: Receipt | None = None,
     instead: str = "",
 ) -> tuple[list[Item], list[Item]]:
-    """(rows to train on, rows held out), each in the order of `rows`.
+    """Returns (rows to train on, rows held out), each in the order of `rows`.
 
     Prompts are drawn at random. One is held out, with all its rows, if that brings the
-    number of rows held out nearer to `share` of them. At least one prompt is held out
-    and at least one is trained on, so that rows of one prompt are all trained on. Time
-    is linear in the tokens of the prompts.
+    number of held-out rows nearer to `share` of all rows. At least one prompt is held
+    out and at least one is trained on; rows with a single prompt are all trained on.
+    The time is linear in the tokens of the prompts.
 
     Args:
       rows: records with a `prompt` of tokens, rows of a file with a field "prompt", or
         the prompts themselves. Each row without a prompt is a prompt of its own.
-      share: of the rows to hold out; 0 is none.
-      seed: of the draw. Where no prompt is shared, the rows held out are the first of
+      share: fraction of the rows to hold out; 0 is none.
+      seed: of the draw. If no prompt is shared, the rows held out are the first of
         `numpy.random.default_rng(seed).permutation(len(rows))`.
-      by: "row" draws each row alone, whatever its prompt.
-      unprompted: tokens of a prompt without text, such as BOS; rows that have it have
-        no prompt.
-      receipt: is told where none is held out, as all rows have one prompt.
-      instead: what to do about it.
+      by: "row" draws single rows, whatever their prompts.
+      unprompted: tokens of a prompt without text, such as BOS; rows with this prompt
+        count as rows without one.
+      receipt: notes that no row is held out because all rows have one prompt.
+      instead: what that note advises to do.
 
     Raises:
       InputError: share is not in [0, 1), or no row is left to train on.
@@ -93,7 +93,7 @@ def hold_out(
 
 
 def by_prompt(rows: Sequence[Item]) -> list[list[Item]]:
-    """The rows of each prompt together, in the order of the prompts' first rows."""
+    """Groups rows by their prompts, in the order of the prompts' first rows."""
     groups: dict[int, list[Item]] = {}
     for row, number in zip(rows, _numbers(rows), strict=True):
         groups.setdefault(number, []).append(row)
@@ -101,10 +101,10 @@ def by_prompt(rows: Sequence[Item]) -> list[list[Item]]:
 
 
 def shared_prompts(train: Iterable[Any], held_out: Iterable[Any]) -> int:
-    """How many prompts are on both sides, in time linear in their tokens.
+    """Counts the prompts that both sides have, in time linear in their tokens.
 
     Args:
-      train, held_out: rows as `hold_out` takes them.
+      train, held_out: rows, as for `hold_out`.
     """
     sides = [
         {digests.of_prompt(row) for row in side} - {None} for side in (train, held_out)
@@ -113,10 +113,7 @@ def shared_prompts(train: Iterable[Any], held_out: Iterable[Any]) -> int:
 
 
 def numbered(prompts: Iterable[Sequence[int]]) -> list[int]:
-    """A number for each prompt, from 0 in the order of first appearance.
-
-    Equal prompts have equal numbers, those without tokens too.
-    """
+    """Numbers prompts from 0 in the order of first appearance; equal prompts alike."""
     numbers: dict[bytes | None, int] = {}
     return [
         numbers.setdefault(digests.of_prompt(prompt), len(numbers))
@@ -125,7 +122,7 @@ def numbered(prompts: Iterable[Sequence[int]]) -> list[int]:
 
 
 def _numbers(rows: Sequence[Any], *, unprompted: Sequence[int] = ()) -> list[int]:
-    """As `numbered`, of rows; one without a prompt has a number of its own."""
+    """Numbers rows by their prompts; a row without a prompt has its own number."""
     none = digests.of_prompt(unprompted)
     number_of: dict[bytes | int, int] = {}
     numbers = []
@@ -137,16 +134,17 @@ def _numbers(rows: Sequence[Any], *, unprompted: Sequence[int] = ()) -> list[int
 
 
 def _drawn(sizes: Sequence[int], *, num_rows: float) -> list[int]:
-    """Which prompts to hold out, by their numbers of rows, in the order of the draw.
+    """Returns the indices of the prompts to hold out.
 
     Args:
-      num_rows: rows to hold out.
+      sizes: the number of rows of each prompt, in the order of the draw.
+      num_rows: the number of rows to hold out.
     """
     drawn: list[int] = []
     rest, left = num_rows, sum(sizes)
     for place, size in enumerate(sizes):
-        # Nearer with it than without it; of two that are as near, the even number of
-        # prompts, as `round` has it.
+        # Hold the prompt out if that is nearer to the target; a tie goes to the even
+        # number of prompts, as in `round`.
         nearer = size < 2 * rest or (size == 2 * rest and len(drawn) % 2 == 1)
         if nearer and size < left:
             drawn.append(place)

@@ -1,4 +1,4 @@
-"""Rows of what is not JSON Lines, through the package datasets (an extra)."""
+"""Reads formats other than JSON Lines with the package `datasets` (an extra)."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _FLAGS = {"true": True, "false": False}
 
 
 def of_hub(source: str) -> Located:
-    """Rows of a data set of the Hugging Face hub.
+    """Reads the rows of a data set of the Hugging Face hub.
 
     Args:
       source: hf:NAME or hf:NAME:SPLIT.
 
     Raises:
-      InputError: datasets is not installed, or there is no such data set.
+      InputError: `datasets` is not installed, or there is no such data set.
     """
     name, _, split = source.removeprefix("hf:").partition(":")
     try:
         datasets = importlib.import_module("datasets")
         table = datasets.load_dataset(name, split=split if split else "train")
-    except Exception as error:  # of each of the packages that datasets reads by
+    except Exception as error:  # the packages behind `datasets` raise many classes
         missing = isinstance(error, ImportError)
         remedy = "; run `pip install 'rlhf-jax[datasets]'`" if missing else ""
         raise InputError(
@@ -44,36 +44,36 @@ def of_hub(source: str) -> Located:
 
 
 def of_table(path: Path, form: Format) -> Located:
-    """Rows of a Parquet or Arrow file, as FILE[0], FILE[1], ...
+    """Reads the rows of a Parquet or Arrow file, located as FILE[0], FILE[1], ...
 
     Raises:
-      InputError: datasets is not installed, or the file is damaged.
+      InputError: `datasets` is not installed, or the file is damaged.
     """
     return _rows(path, _loaded(path, form))
 
 
 def unpacked(path: Path, form: Format) -> str:
-    """The text of a compressed file.
+    """Reads the text of a compressed file.
 
     Raises:
-      InputError: datasets is not installed, or the file is damaged or not UTF-8.
+      InputError: `datasets` is not installed, or the file is damaged or not UTF-8.
     """
-    # Lines, as one text of 2 GiB would be more than Arrow holds.
+    # Line by line, since Arrow cannot hold a text of 2 GiB.
     lines = _loaded(path, form, keep_linebreaks=True)["text"]
     return "".join(lines).removeprefix("\ufeff")
 
 
 def of_csv(path: Path, text: str, form: Format) -> Located:
-    """Rows of a CSV file with a header, each with its first line.
+    """Reads the rows of a CSV file with a header, located by their first lines.
 
-    A cell is a text, as it was written; in a column `label` true and false are values.
-    Python's csv reads it: datasets would make 7.0 of "007" and nothing of "NA".
+    Cells are texts as written, except true and false in a column `label`. Python's
+    `csv` reads the file: `datasets` would turn "007" into 7.0 and "NA" into nothing.
 
     Raises:
-      InputError: datasets is not installed, or the file is malformed.
+      InputError: `datasets` is not installed, or the file is malformed.
     """
     form.reader(path)
-    # A text of any length; csv knows one limit for all its readers.
+    # Cells may have any length; the limit is shared by all readers of `csv`.
     before = csv.field_size_limit(sys.maxsize)
     try:
         return _csv_rows(path, text, form)
@@ -117,7 +117,7 @@ def _csv_rows(path: Path, text: str, form: Format) -> Located:
 def _loaded(path: Path, form: Format, **options: Any) -> Any:
     datasets = form.reader(path)
     try:
-        with tempfile.TemporaryDirectory() as cache:  # what is there now is read
+        with tempfile.TemporaryDirectory() as cache:  # so that no old copy is read
             return datasets.load_dataset(
                 form.builder,
                 data_files=glob.escape(str(path.absolute())),
@@ -126,7 +126,7 @@ def _loaded(path: Path, form: Format, **options: Any) -> Any:
                 keep_in_memory=True,
                 **options,
             )
-    except Exception as error:  # as above
+    except Exception as error:  # any class, as in `of_hub`
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
@@ -144,7 +144,7 @@ def _rows(source: str | Path, table: Any) -> Located:
 
 
 def _as_written(value: Any) -> Any:
-    """A value without the fields of objects that Arrow has filled up with nulls.
+    """Removes the null fields that Arrow adds to objects.
 
     In a column of objects each has the fields of all: {"role": ..., "name": null}.
     """

@@ -1,4 +1,4 @@
-"""Tokenizers: loading, checking, special tokens, texts to ids and ids to texts."""
+"""Tokenizers: loading, checks, special tokens, encoding and decoding."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from rlhf_jax.runs import progress
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_DOWNLOADED = [  # all that tokenizers are made of, and config.json names their class
+_DOWNLOADED = [  # all files of a tokenizer; config.json names its class
     *("config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.*", "merges.txt", "*.model", "*.tiktoken", "chat_template*"),
     "additional_chat_templates/*",
 ]
-CONTEXT = 8  # tokens before a piece: more than any character is made of
+CONTEXT = 8  # tokens of context to decode; more than a character has
 _FILES = ("tokenizer*", "vocab.*", "merges.txt", "*.model", "*.tiktoken")
 MOST_IDS = 2**24  # far more than any tokenizer has
-_SHAPES = [  # of texts, which no vocabulary need have as tokens
+_SHAPES = [  # texts that test a tokenizer's rules of normalization and splitting
     *("The cat sat.", "THE CAT, the Cat", "  two  spaces ", "a\tb\n\nc\r\n"),
     *("12345 6.78", "it's don't we'll", "x = f(a[0]) != {b}  # c", "http://a.b/c?d=e"),
     *("naïve café ﬁ Å é", "日本語 한국어", "🙂🙃", "a_b-c/d\\e", "\u00a0\u200b|"),
@@ -34,8 +34,8 @@ _SHAPES = [  # of texts, which no vocabulary need have as tokens
 
 
 def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint folder or a hub id; InputError if there is none."""
-    # One of its advisories says that PyTorch is missing, which nothing here needs.
+    """Loads the tokenizer of a checkpoint folder or hub id; InputError if none."""
+    # An advisory says that PyTorch is missing, which nothing here needs.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
@@ -43,7 +43,7 @@ def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase:
     cause: Exception | None = None
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder))
-        if tokenizer.vocab_size > 0:  # 0: made of a config.json alone
+        if tokenizer.vocab_size > 0:  # 0: the folder has only a config.json
             return tokenizer
         got = (
             " none of its files; save the tokenizer there, or name the folder that"
@@ -63,10 +63,10 @@ def has_files(path_or_id: str | Path) -> bool:
 
 
 def probes(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Texts of all of a tokenizer's tokens, a few at a time, and some of `_SHAPES`.
+    """Returns texts that together have all tokens of a tokenizer, and `_SHAPES`.
 
-    Two tokenizers that encode all of them alike have the same rules, but for rules that
-    no such text meets.
+    Two tokenizers that encode all of them to the same ids have the same rules, except
+    for rules that these texts do not exercise.
     """
     ids = sorted(tokenizer.get_vocab().values())
     random.Random(0).shuffle(ids)
@@ -75,7 +75,7 @@ def probes(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def digest(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> str:
-    """What a tokenizer makes of texts, as a hash: equal for equal ids."""
+    """Hashes the ids that a tokenizer gives texts; the first 12 digits of SHA-256."""
     ids = encode(tokenizer, texts, special=False)
     return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:12]
 
@@ -83,14 +83,15 @@ def digest(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> str:
 def differing(
     own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase
 ) -> tuple[str, str, str] | None:
-    """Where another tokenizer gives other ids than this one; None where nowhere.
+    """Finds a token or text to which two tokenizers give different ids.
 
-    The other one may have more tokens, but gives each of these the same id, and encodes
-    `probes` of these to the same digest. Special tokens that a tokenizer adds around a
-    text are left out.
+    The other tokenizer may have more tokens, but must give all tokens of this one the
+    same ids and encode `probes` to the same ids. Special tokens that a tokenizer adds
+    around a text are ignored.
 
     Returns:
-      A token or a text, and what each tokenizer gives for it, with its digest.
+      The token or text, and what each tokenizer gives for it, with its digest; None if
+      there is no difference.
     """
     ids, read = own.get_vocab(), other.get_vocab()
     for token, id_ in sorted(ids.items(), key=lambda item: item[1]):
@@ -112,9 +113,9 @@ def differing(
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, *, vocab_size: int) -> None:
-    """InputError if the tokenizer gives ids that a model of `vocab_size` lacks.
+    """Raises InputError if the tokenizer has ids of at least `vocab_size`.
 
-    The model may have more: checkpoints pad their embeddings.
+    The model may have more ids: checkpoints pad their embeddings.
     """
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if largest >= vocab_size:
@@ -128,11 +129,11 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, *, vocab_size: int) -> 
 def ids_without_token(
     tokenizer: PreTrainedTokenizerBase, *, vocab_size: int
 ) -> unused_ids.Ranges:
-    """The ids below `vocab_size` that no token has, as `ModelConfig.unused_ids`.
+    """Returns the ids below `vocab_size` without a token, for `ModelConfig.unused_ids`.
 
-    Added and reserved tokens are tokens. The number of tokens does not tell: ids may
-    have holes (`len(tokenizer)` is then below the largest id), and several ids may have
-    one text, of which `get_vocab` names one.
+    Added and reserved tokens are tokens. They cannot be counted instead: ids may have
+    gaps (`len(tokenizer)` is then below the largest id), and several ids may have the
+    same text, of which `get_vocab` names only one.
     """
     used = set(tokenizer.get_vocab().values())
     if getattr(tokenizer, "is_fast", False):
@@ -143,9 +144,9 @@ def ids_without_token(
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id that fills up rows, not EOS unless the tokenizer says so.
+    """Returns the id that pads rows, which is EOS only if the tokenizer says so.
 
-    Without one in the tokenizer any id does, since masks come from lengths.
+    If the tokenizer has none, any id will do, since masks come from lengths.
     """
     pad = cast("int | None", tokenizer.pad_token_id)
     if pad is not None:
@@ -154,7 +155,7 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def eos_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id that ends a response; InputError if the tokenizer has none."""
+    """Returns the id that ends a response; InputError if the tokenizer has none."""
     eos = cast("int | None", tokenizer.eos_token_id)
     if eos is None:
         raise InputError(
@@ -167,8 +168,8 @@ def eos_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def encode(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool
 ) -> list[list[int]]:
-    """Token ids of each text, with the tokenizer's special tokens if `special`."""
-    # verbose=False: lengths are checked here, against the context of the model.
+    """Encodes texts, with the tokenizer's special tokens if `special`."""
+    # verbose=False: lengths are checked elsewhere, against the model's context.
     return [
         ids
         for batch in progress.batches(texts, "texts to tokens")
@@ -179,7 +180,7 @@ def encode(
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """The text of token ids, special tokens included, with its spaces as they are."""
+    """Decodes ids, special tokens included, without cleaning up spaces."""
     text = tokenizer.decode(
         list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
@@ -189,9 +190,9 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 def spoken(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, stop_ids: Sequence[int]
 ) -> str:
-    """The text of a prompt or a response as it is shown, and as a reward reads it.
+    """Decodes a prompt or a response for a reward or for display.
 
-    Padding, BOS and stop tokens are left out, and every other special token is kept.
+    Padding, BOS and stop tokens are left out; every other special token is kept.
 
     Args:
       stop_ids: tokens that end a response.
@@ -202,10 +203,10 @@ def spoken(
 
 
 def pieces(ids: list[int], *, decode: Callable[[list[int]], str]) -> list[str]:
-    """What each token adds to the text of those before it; together they are the text.
+    """Returns the text that each token adds to the text before it.
 
-    Where several tokens make one character the last of them shows it, and those before
-    it "�".
+    If several tokens make one character, the last shows the character and the others
+    show "�".
     """
     return [
         piece(ids[at], before=ids[max(0, at - CONTEXT) : at], decode=decode)
@@ -214,9 +215,9 @@ def pieces(ids: list[int], *, decode: Callable[[list[int]], str]) -> list[str]:
 
 
 def piece(token: int, *, before: list[int], decode: Callable[[list[int]], str]) -> str:
-    """What a token adds to the text of the few before it.
+    """Returns the text that a token adds to the text of the few tokens before it.
 
-    Not the token decoded alone, which may lose its space.
+    A token that is decoded alone may lose its space.
     """
     whole = decode([*before, token])
     return added([token], before=before, decode=decode) or (
@@ -227,7 +228,7 @@ def piece(token: int, *, before: list[int], decode: Callable[[list[int]], str]) 
 def added(
     tokens: list[int], *, before: list[int], decode: Callable[[list[int]], str]
 ) -> str:
-    """What tokens add to the text of the few before them."""
+    """Returns the text that tokens add to the text of the few tokens before them."""
     shorter, longer = decode(before), decode([*before, *tokens])
     if not longer.startswith(shorter):
         shorter = shorter.rstrip("�")

@@ -1,18 +1,18 @@
-"""Token ids between a sampled turn and the next one, which no one decodes again.
+"""Encodes the text between two sampled turns, which themselves are never re-encoded.
 
     prompt      <|im_start|>user⏎Hi<|im_end|>⏎<|im_start|>assistant⏎
     sampled     calc: 2+3<|im_end|>
     between     ⏎<|im_start|>user⏎5<|im_end|>⏎<|im_start|>assistant⏎
     sampled     It is 5.<|im_end|>
 
-What stands between is written by the chat template behind a turn of the assistant:
+The text between is what the chat template writes after a turn of the assistant:
 
     rendered    ...assistant⏎MARK<|im_end|>⏎<|im_start|>user⏎5<|im_end|>⏎...assistant⏎
                                  |- stop --||--------------- between ----------------|
 
-So an episode's ids are those that the model has read and written, whatever the template
-would make of earlier turns in a longer conversation (Qwen 3's leaves their thinking
-out). Without a chat template the observation is encoded as it is.
+So an episode has exactly the ids that the model read and wrote, even if the template
+would render earlier turns differently in a longer conversation (Qwen 3's drops their
+thinking). Without a chat template the observation is encoded as it is.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class TurnEncoder:
-    """Prompts and observations of an environment to token ids, by the text contract."""
+    """Encodes prompts and observations of an environment by the text contract."""
 
     def __init__(
         self,
@@ -40,11 +40,11 @@ class TurnEncoder:
         stop_ids: Sequence[int],
         chat: bool,
     ) -> None:
-        """For episodes of messages, or of plain text.
+        """Makes an encoder for episodes of messages or of plain text.
 
         Args:
           stop_ids: tokens that end a sampled turn.
-          chat: whether the tokenizer's chat template writes the conversation. A text
+          chat: whether the tokenizer's chat template renders the conversation; a text
             is then a message of the user.
 
         Raises:
@@ -57,13 +57,13 @@ class TurnEncoder:
             self._check_stop()
 
     def prompt(self, written: Written, *, where: str) -> list[int]:
-        """The ids of an episode's prompt, BOS included, up to the first response.
+        """Returns the ids of an episode's prompt, BOS included.
 
         Args:
-          where: the row's place, for errors.
+          where: the row, for errors.
 
         Raises:
-          InputError: messages without chat=True, or that the template does not take.
+          InputError: messages without chat=True, or that the template rejects.
         """
         if self._chat:
             written = messages.of_user(written)
@@ -79,19 +79,18 @@ class TurnEncoder:
         where: str = "an observation",
         room: int | None = None,
     ) -> list[int] | None:
-        """The ids between a sampled stop token and the next response.
+        """Returns the ids between a sampled stop token and the next response.
 
         Args:
-          where: whose observation it is, for errors.
-          room: most ids; None is no such limit.
+          where: the observation, for errors.
+          room: the most ids; None is no limit.
 
         Returns:
-          Ids, none of a plain text that is empty; None where there are more than
-          `room`, of which the rest is not encoded.
+          Ids, empty for an empty plain text; None if there are more than `room`.
 
         Raises:
-          InputError: messages without chat=True, or that the template does not take
-            after a turn of the assistant.
+          InputError: messages without chat=True, or that the template rejects after a
+            turn of the assistant.
         """
         if not self._chat:
             _check_plain(written, where=where)
@@ -103,7 +102,7 @@ class TurnEncoder:
         return None if room is not None and len(ids) > room else ids
 
     def _check_stop(self) -> None:
-        """InputError unless the template ends the assistant's turn before the next."""
+        """Raises InputError unless the template ends the assistant's turn itself."""
         where, tokenizer = "the chat template", self.contract.tokenizer
         turns = [OPENING, messages.of_assistant("\ue001"), *messages.of_user("\ue002")]
         text = chat.render(tokenizer, turns, where=where)

@@ -1,9 +1,9 @@
-"""Single responses with a label, as KTO reads them: rows, tokens, mismatched responses.
+"""Single responses with a label for KTO: rows, tokens and mismatched responses.
 
-    {"prompt": ..., "completion": ..., "label": true}    or a pair, which is two of them
+    {"prompt": ..., "completion": ..., "label": true}    or a pair, which counts as two
 
 KTO compares a response with responses to *other* prompts (z0). Each text is encoded
-with one of these, so that a packed row holds all that its loss needs:
+with one of these, so that the loss of a packed row needs no other row:
 
     prompt, completion  |  the same prompt, a response to another prompt
 """
@@ -34,15 +34,15 @@ MISMATCHED = "the response to another prompt, beside a text, that is too long fo
 def read_labelled(
     source: str | Path, *, blank: Blank = "keep", receipt: Receipt | None = None
 ) -> list[Row]:
-    """Rows with prompt, completion and label: a text or messages, and true or false.
+    """Reads rows with prompt, completion and label (true or false).
 
     A row of `files.read_preferences` becomes two: its chosen response is desirable, its
     rejected one is not.
 
     Args:
-      blank: what becomes of a row with a response of nothing but white space.
-      receipt: is told of every row, of which a pair counts as two, of the fields that
-        are read, and of rows left out.
+      blank: whether a row with a blank response is kept, left out or an error.
+      receipt: records every row (a pair counts as two), the fields that are read, and
+        rows left out.
 
     Raises:
       InputError: the file is empty or malformed, a text, a side of a pair or a label
@@ -89,14 +89,15 @@ def encode_labelled(
     widest: int | None = None,
     receipt: Receipt | None = None,
 ) -> list[Labelled]:
-    """Texts of at most `max_length` tokens, each with a response to another prompt.
+    """Encodes texts of at most `max_length` tokens, with responses to other prompts.
 
     Args:
-      rows: of `read_labelled`.
-      seed: of the order in which the next response to another prompt is looked for.
+      rows: from `read_labelled`.
+      seed: of the cyclic order, in which a text gets the next response to another
+        prompt.
       widest: tokens of a packed row, which holds the prompt twice; None is no limit.
 
-    The others are as in `encoding.encode_demonstrations`.
+    Other arguments are as in `encoding.encode_demonstrations`.
 
     Raises:
       InputError: a prompt or response is empty, a text is too long, all prompts are
@@ -152,16 +153,13 @@ def encode_labelled(
     return labelled
 
 
-by_prompt = splits.by_prompt
-
-
 def _next_of_another(prompts: Sequence[int]) -> list[int]:
-    """For each place the next one, in the cyclic order, whose prompt is another.
+    """Finds for each place the next one, in cyclic order, with another prompt.
 
         prompts   7 7 4 7      places 0 1 2 3
         next      2 2 3 2
 
-    Two passes from the end: what a place finds, its neighbour of the same prompt finds.
+    Two passes from the end: neighbours with the same prompt have the same next place.
     """
     size = len(prompts)
     next_of_another = [0] * size

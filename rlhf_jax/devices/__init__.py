@@ -1,5 +1,4 @@
 """Where arrays live: meshes, shardings, processes.
 
-Meshes, placements and batches that do not fit the devices are refused with an
-InputError.
+Meshes, placements and batches that do not fit the devices raise an InputError.
 """

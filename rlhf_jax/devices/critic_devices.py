@@ -1,15 +1,15 @@
-"""A critic on a mesh of its own: `critic_apart` as programs there, and the way there.
+"""A critic on its own mesh: the programs of `critic_apart`, and moves of their data.
 
     update = functools.partial(ppo.update, ...)
-    devices = CriticDevices(ppo=ppo, mesh=there, home=mesh)
+    devices = CriticDevices(recipe=recipe, mesh=critic_mesh, home=mesh)
     valued = devices.state_of(critic.from_policy(params, model=model))
     values = devices.values(valued, rollout=rollout)
     train, experience, stats, scored = make_experience(train, ..., values=values)
     valued, critic_stats = devices.update(valued, experience=experience, key=key)
     train, update_stats = update(train, experience=experience, key=key)
 
-Each call returns when its work is dispatched, so that what comes next on the policy's
-devices runs beside it.
+Each call returns when its work is dispatched, so that the policy's devices work at the
+same time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Params = Any
 
 
 class CriticDevices:
-    """The critic's programs on its mesh; what they read is brought there."""
+    """The critic's programs on its mesh; moves their inputs there."""
 
     def __init__(
         self, *, recipe: PPO, mesh: Mesh, home: Mesh, base: Frozen | None = None
@@ -41,15 +41,15 @@ class CriticDevices:
         """Compiles nothing yet.
 
         Args:
-          home: of rollouts and experience, where the values go.
-          base: that the critic's adapters adapt, copied to `mesh`; None without.
+          home: the mesh of rollouts and experience, to which values are moved.
+          base: the model under the critic's adapters, copied to `mesh`; None without.
 
         Raises:
           InputError: the recipe cannot train a critic apart from its policy.
         """
         recipe.refuse_critic_apart()
         self._ppo, self._mesh, self._home = recipe, mesh, home
-        # A copy on the critic's devices: a program reads arrays of one mesh alone.
+        # A copy on the critic's devices: a program reads arrays of only one mesh.
         self.base = None if base is None else sharding.place(base, mesh=mesh)
         self._frozen = FrozenModels(base=self.base)
         on = functools.partial(sharding.on, mesh)
@@ -58,13 +58,12 @@ class CriticDevices:
         )
         self._update = jax.jit(
             functools.partial(on(critic_apart.update), recipe=recipe),
-            # Parameters and moments are overwritten in place; the caller takes the new
-            # state.
+            # Parameters and moments are overwritten; the caller keeps the new state.
             donate_argnames=("critic",),
         )
 
     def state_of(self, params: Params) -> SupervisedState:
-        """A critic before its first update, with its optimizer, on its mesh.
+        """The state of a critic before its first update, on its mesh.
 
         Raises:
           TypeError: a parameter is not f32; names the leaf.
@@ -99,7 +98,7 @@ class CriticDevices:
         """`critic_apart.update`; donates `critic`. The stats stay on its mesh."""
         # The policy's update does not donate its experience, so that both may read it.
         moved = row_sharding.put_rows(experience, mesh=self._mesh)
-        # `sharding.place` cannot be traced, as a rehearsal does.
+        # Not `sharding.place`, which cannot be traced, as a rehearsal does.
         key = moving.move(key, NamedSharding(self._mesh, PartitionSpec()))
         return self._update(
             critic, experience=moved, key=key, frozen=self._frozen, packing=packing

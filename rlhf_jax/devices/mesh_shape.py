@@ -1,10 +1,10 @@
-"""How many devices share what: the axes of a mesh, as an option and as a `Mesh`.
+"""The sizes of a mesh's axes, as an option of the command line and as a `Mesh`.
 
     mesh = MeshShape(data=2, fsdp=4).make()                "data=2,fsdp=4"
 
 | axis | what is sharded over it |
 |---|---|
-| dcn | rows, over slices that a datacenter's network joins; parameters as over data |
+| dcn | rows, over slices joined by a data centre network; parameters as over data |
 | data | rows of a batch; parameters are replicated along it |
 | fsdp | rows of a batch, and a dimension of every large parameter, gathered when read |
 | context | columns of a row, while models run on whole rows; parameters as by fsdp |
@@ -33,20 +33,20 @@ MOST_DIGITS = 9  # of a size
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """How many devices share what; on a command line "fsdp=4,tensor=2"."""
+    """Devices along each axis of a mesh; on a command line "fsdp=4,tensor=2"."""
 
     data: int = 1
     """Devices that share the rows of a batch."""
     fsdp: int = 1
-    """Devices that share the rows, and the parameters too."""
+    """Devices that share the rows of a batch and the parameters."""
     tensor: int = 1
     """Devices that share heads, MLP width and vocabulary."""
     context: int = 1
-    """Devices that share the columns of a row, and the parameters too."""
+    """Devices that share the columns of a row and the parameters."""
     expert: int = 1
-    """Devices that share the rows, and the experts of a mixture."""
+    """Devices that share the rows of a batch and the experts of a mixture."""
     dcn: int = 1
-    """Slices of TPUs that share the rows: gradients are summed within each first."""
+    """Slices of TPUs that share the rows; each sums its own gradients first."""
 
     def __post_init__(self) -> None:
         for name, size in dataclasses.asdict(self).items():
@@ -57,10 +57,10 @@ class MeshShape:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The mesh of "data=2,fsdp=4"; an axis that is left out is 1.
+        """Parses "data=2,fsdp=4"; missing axes are 1.
 
         Raises:
-          InputError: of another form, or an axis that there is not.
+          InputError: the text has another form or an unknown axis.
         """
         sizes: dict[str, int] = {}
         for part in text.split(","):
@@ -83,7 +83,7 @@ class MeshShape:
 
     @property
     def size(self) -> int:
-        """Devices in all."""
+        """Number of devices."""
         return math.prod(dataclasses.astuple(self))
 
     @property
@@ -92,10 +92,10 @@ class MeshShape:
         return self.dcn * self.data * self.fsdp * self.expert
 
     def make(self, devices: Sequence[Any] | None = None) -> Mesh:
-        """The mesh, over all devices unless others are given; of one, over the first.
+        """The mesh over all devices, or those given; a mesh of one uses the first.
 
-        Neighbours on an axis are neighbours in a TPU's torus where that can be. Each
-        slice is one place on `dcn`; of devices that know no slices, as CPUs, equal
+        Neighbours on an axis are neighbours in a TPU's torus where possible. Each slice
+        is one index on `dcn`; devices without slices, such as CPUs, are cut into equal
         parts in their order.
 
         Raises:
@@ -112,7 +112,7 @@ class MeshShape:
                 f"{str(self).replace(',', ' · ')} = {self.size}; change an axis, or "
                 f"give other devices"
             )
-        # A mesh without slices or experts is the one that it was before there were any.
+        # A mesh without slices or experts has no axes for them.
         names = [
             axis
             for axis in AXES
@@ -138,14 +138,14 @@ class MeshShape:
                     shape, devices=devices, allow_split_physical_axes=True
                 )
         except (NotImplementedError, AssertionError, ValueError):
-            # Part of a torus, or one that these axes do not follow: any order is right,
-            # and the order in which JAX lists the devices costs longer ways at most.
+            # Part of a torus, or axes that do not follow it: any order is correct, and
+            # JAX's order of the devices can only make ways longer.
             laid = np.reshape(np.array(devices), shape)
         return Mesh(laid, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def one_word(kind: Any, *, metavar: str) -> PrimitiveConstructorSpec[Any]:
-    """What makes a type one option, a word that `kind.parse` reads and str writes."""
+    """Makes a type a one-word option, read by `kind.parse` and written by `str`."""
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar=metavar,

@@ -1,17 +1,18 @@
-"""Arrays from one mesh to another whose devices belong to several processes.
+"""Moves arrays between meshes whose devices belong to several processes.
 
     moved = moving.move(array, NamedSharding(mesh, spec))     every process calls it
 
-`jax.device_put` moves such an array to the same devices alone, or (on some platforms)
-to as many with the same parts. Here a program on all devices of both meshes does it:
+`jax.device_put` moves such an array only to the same devices, or (on some platforms) to
+as many devices with the same shards. Here a program on all devices of both meshes moves
+it:
 
-    device     0     1     2     3          two of them have halves, two want the whole
+    device     0     1     2     3          0 and 1 have halves, 2 and 3 need the whole
     has        a     b
-    writes     a.    .b    ..    ..         its part into zeros
+    writes     a.    .b    ..    ..         its shard into zeros
     sums       ab    ab    ab    ab         bits, as integers: exact
-    takes                  ab    ab         its part of the sum
+    takes                  ab    ab         its shard of the sum
 
-While it runs a device holds the array whole; a stack of layers a layer at a time.
+While it runs, a device holds the whole array, or one layer of a stack at a time.
 """
 
 from __future__ import annotations
@@ -33,22 +34,23 @@ BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}  # by bytes
 
 
 def move(leaf: Any, where: Any) -> Any:
-    """`jax.device_put` to a sharding on any devices of all processes; asynchronous.
+    """`jax.device_put` to a sharding on devices of all processes; asynchronous.
 
-    Both meshes have devices of every process, and all processes call this in one order.
+    Both meshes must have devices of every process, and all processes must call this in
+    the same order.
     """
     if isinstance(leaf, core.Tracer) or jax.process_count() == 1:
         return jax.device_put(leaf, where)
     if not isinstance(leaf, Array) or leaf.is_fully_addressable:
         return processes.in_turn(jax.device_put(leaf, where))
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        # Typed keys have no bits of their own: their words are moved and wrapped.
+        # Typed keys have no bits of their own: moves their words and wraps them again.
         words = move(jax.random.key_data(leaf), where)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
     source: Any = leaf.sharding
     if source.device_set == where.device_set:
         return processes.in_turn(jax.device_put(leaf, where))
-    on_device = NamedSharding(where.mesh, where.spec)  # of memory on the host later
+    on_device = NamedSharding(where.mesh, where.spec)  # host memory comes last
     program = _program(leaf.shape, leaf.dtype, source, on_device)
     moved = processes.in_turn(program(leaf))
     if where.memory_kind == moved.sharding.memory_kind:
@@ -60,7 +62,7 @@ def move(leaf: Any, where: Any) -> Any:
 def _program(
     shape: tuple[int, ...], dtype: Any, source: NamedSharding, where: NamedSharding
 ) -> Any:
-    """The move of arrays of a shape, compiled once."""
+    """The program that moves arrays of a shape, compiled once."""
     old, new = (_mesh_of(place) for place in (source, where))
     devices = list(dict.fromkeys((*old.devices.flat, *new.devices.flat)))
     mesh = Mesh(np.array(devices), (AXIS,))
@@ -70,7 +72,7 @@ def _program(
     part, taken = source.shard_shape(shape), where.shard_shape(shape)
 
     def through(x: Array, start: Array, end: Array, write: Array, shape: Any) -> Array:
-        """One device's part of the new array, of its part of the old one."""
+        """The new shard of a device, from its old shard."""
         zeros = jnp.zeros(shape, x.dtype)
         own = jax.lax.dynamic_update_slice(zeros, x, list(start))
         whole = jax.lax.psum(jnp.where(write, own, zeros), AXIS)
@@ -95,14 +97,14 @@ def _program(
 
     def program(leaf: Array) -> Array:
         parts = {shard.device: shard.data for shard in leaf.addressable_shards}
-        given = [
+        shards_in = [
             parts[device][None]
             if device in parts
             else jax.device_put(np.zeros((1, *part), dtype), device)
             for device in local
         ]
         shards = jax.make_array_from_single_device_arrays
-        stacked = run(shards((len(devices), *part), rows, given))
+        stacked = run(shards((len(devices), *part), rows, shards_in))
         moved = {shard.device: shard.data[0] for shard in stacked.addressable_shards}
         wanted = processes.local_devices(new)
         return shards(shape, where, [moved[device] for device in wanted])
@@ -111,23 +113,23 @@ def _program(
 
 
 def _mesh_of(place: NamedSharding) -> Mesh:
-    mesh: Any = place.mesh  # of devices, as an array is on some
+    mesh: Any = place.mesh  # a mesh of devices, as arrays are on it
     return mesh
 
 
 def _table(
     place: NamedSharding, shape: tuple[int, ...], devices: list[Any]
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """i32[N, ndim], where the part of each device begins, and bool[N], one per part."""
+    """i32[N, ndim], start of each device's shard, and bool[N], one True per shard."""
     index = place.devices_indices_map(shape)
     starts = np.zeros((len(devices), len(shape)), np.int32)
     first = np.zeros(len(devices), bool)
-    seen = set()
+    parts = set()
     for at, device in enumerate(devices):
         if device in index:
             start = tuple(one.start or 0 for one in index[device])
-            starts[at], first[at] = start, start not in seen
-            seen.add(start)
+            starts[at], first[at] = start, start not in parts
+            parts.add(start)
     return starts, first
 
 

@@ -1,4 +1,4 @@
-"""Where each role is: on which devices, over which mesh, in which memory.
+"""Placement of roles: on which devices, over which mesh, in which memory.
 
     placement = Placement(
         policy=MeshShape(data=2, fsdp=2), critic=Place.parse("last:data=2")
@@ -15,14 +15,14 @@ A role other than the policy is at one of these places:
 | `last`, `last:data=2` | the last, which the policy leaves free | its own | device |
 | `cpu` | the host's processor | none | the host's |
 
-Of several processes each gives as many of its last devices.
+With several processes, each gives equally many of its last devices. Roles on the last
+devices share them.
 
-A sampler may also be at `auto`: before a run begins, the layout of the policy's devices
-takes its place by which a token takes the least time (`train/rollouts/fastest.py`).
+A sampler may also be at `auto`: before a run begins, this becomes the mesh over the
+policy's devices on which a token takes the least time (`train/rollouts/fastest.py`).
 
-`@pinned_host` after one of the first three keeps parameters in pinned host memory,
-which streams them a layer at a time; alone it stands for `policy@pinned_host`. Roles
-that are on the last devices share them.
+`@pinned_host` after one of the first three keeps parameters in pinned host memory, from
+which they are streamed a layer at a time; alone it means `policy@pinned_host`.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Place:
     """Where a role other than the policy is."""
 
     devices: Literal["policy", "last", "cpu", "auto"] = "policy"
-    """The policy's, the last of all (which the policy leaves free), or the host's; auto
-    is the policy's with the mesh that a sampler is fastest on."""
+    """Devices: policy, those of the policy; last, the last ones, which the policy
+    leaves free; cpu, the host's; auto, the policy's with the fastest mesh to sample."""
     mesh: MeshShape | None = None
-    """Mesh over those devices; None is the policy's, or the last device alone."""
+    """Mesh over these devices; None is the policy's mesh, or only the last device."""
     memory: Literal["device", "pinned_host"] = "device"
     """Memory that keeps the parameters of a frozen model."""
 
@@ -64,12 +64,12 @@ class Place:
                 f"another memory, got {self}; leave one or the other out"
             )
         if self.devices == "last" and self.mesh == ONE_DEVICE:
-            # One place has one record: a resume compares records.
+            # Equal places must have equal records, as a resume compares them.
             object.__setattr__(self, "mesh", None)
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The place of a text such as "policy", "last:data=2" or "cpu".
+        """Parses a text such as "policy", "last:data=2" or "cpu".
 
         Raises:
           InputError: The text has another form, or its mesh is wrong.
@@ -103,7 +103,7 @@ class Place:
 
     @property
     def num_last(self) -> int:
-        """Number of the last devices that it takes."""
+        """Number of last devices that the role takes."""
         return self._shape.size if self.devices == "last" else 0
 
     @property
@@ -127,15 +127,15 @@ class Place:
         return None if self.memory == PINNED else self.mesh_beside(policy)
 
     def sharding(self, params: Params, *, policy: Mesh | None) -> Any:
-        """Shardings of a copy of parameters that are on the policy's mesh.
+        """Shardings for a copy of parameters that are on the policy's mesh.
 
         Returns:
-          A tree like `params`, one sharding for all of it, or None for the sharding
-          that the parameters have.
+          A tree like `params`, one sharding for all leaves, or None to keep the
+          sharding of the parameters.
 
         Raises:
-          InputError: The mesh does not fit the devices, or JAX has no CPU beside the
-            accelerator.
+          InputError: the mesh does not fit the devices, or JAX has no CPU platform
+            besides the accelerator.
         """
         if self.devices == "cpu":
             return _host()
@@ -162,12 +162,12 @@ def _host() -> SingleDeviceSharding:
 
 
 def split(devices: Sequence[Any], *, last: int) -> tuple[list[Any], list[Any]]:
-    """The devices without the last ones, and those: as many of every process.
+    """Splits off the `last` last devices, equally many of every process.
 
-    So every process runs programs of every role, reads what they return, and has rows.
+    So every process runs programs of every role, reads their results, and has rows.
 
     Raises:
-      InputError: the processes do not divide their number.
+      InputError: the number of processes does not divide `last`.
     """
     of_process: dict[int, list[Any]] = {}
     for device in devices:
@@ -192,7 +192,7 @@ PlaceOption = Annotated[Place, one_word(Place, metavar="PLACE")]
 
 
 def refuse_auto(place: Place, *, option: str) -> None:
-    """InputError for a role at `auto` that samples nothing."""
+    """Raises InputError for a role at `auto` that is not a sampler."""
     if place == AUTO:
         raise InputError(
             f"{option}: expected {FORMS}, got auto, which is for a sampler; name a "
@@ -202,7 +202,7 @@ def refuse_auto(place: Place, *, option: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyPlacement:
-    """Where the policy is, or whichever model is trained; all other roles are there."""
+    """Where the policy, or any other trained model, is; all other roles are with it."""
 
     policy: MeshOption = ONE_DEVICE
     """Mesh of the model that is trained, for example data=2,fsdp=4. Its axes multiply
@@ -214,12 +214,12 @@ class PolicyPlacement:
         return {name: getattr(self, name) for name in names if name != "policy"}
 
     def policy_mesh(self, *, further: Mapping[str, Place] | None = None) -> Mesh:
-        """The mesh of the policy: over all devices but the last ones that roles take.
+        """The mesh of the policy, over all devices but the last ones that roles take.
 
         Raises:
-          InputError: A mesh does not fit the devices, JAX has no CPU for a role that is
-            there, or a role is on the CPU although there are several processes, or on
-            last devices of which these do not give as many each.
+          InputError: a mesh does not fit the devices, JAX lacks the CPU that a role
+            needs, or with several processes a role is on the CPU or takes a number of
+            last devices that they do not divide.
         """
         places = {f"--placement.{role}": at for role, at in self.places().items()}
         places |= {} if further is None else further
@@ -239,7 +239,7 @@ class PolicyPlacement:
                 if place.devices == "cpu":
                     _host()
         free = jax.device_count() - taken
-        if mesh.size < free and jax.default_backend() != "cpu":  # its are virtual
+        if mesh.size < free and jax.default_backend() != "cpu":  # a CPU's are virtual
             print(
                 f"note: the policy is on {mesh.size} of {free} devices, as "
                 f"--placement.policy is 1; data={free} or fsdp={free} takes all, with "
@@ -269,10 +269,10 @@ class RolloutPlacement(ReferencePlacement):
     """Where the policy, sampler, reference and reward model are."""
 
     sampler: PlaceOption = AUTO
-    """Place of sampling: policy; a mesh such as data=2,tensor=4 over the policy's
+    """Place of the sampler: policy; a mesh such as data=2,tensor=4 over the policy's
     devices, to which parameters are resharded once per iteration; last:MESH, which
-    samples the next responses while these are learned from, one step off-policy; or
-    auto, the mesh that a token takes the least time on."""
+    samples the next responses while the policy trains on these, one step off-policy; or
+    auto, the mesh on which a token takes the least time."""
     reward: PlaceOption = WITH_POLICY
     """Place of the reward model, in the forms of --placement.reference."""
 
@@ -293,17 +293,17 @@ class RolloutPlacement(ReferencePlacement):
 
     @property
     def samples_ahead(self) -> bool:
-        """Whether the next responses are sampled while these are learned from."""
+        """Whether the next responses are sampled while the policy trains on these."""
         return self.sampler.devices == "last"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement(RolloutPlacement):
-    """The same with a critic."""
+    """Where the policy, sampler, reference, reward model and critic are."""
 
     critic: PlaceOption = WITH_POLICY
     """Place of the critic and its optimizer: policy, or last:MESH for the last devices,
-    which train it at the same time as the policy."""
+    on which it trains at the same time as the policy."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,9 +1,8 @@
-"""float32 is multiplied as float32, on every device.
+"""Matrix products of float32 are computed in float32 on every device.
 
-JAX's own default multiplies matrices of float32 in TF32 on GPUs and in bfloat16 on
-TPUs, which moves log-probs by 1e-3 nats and more: sampler and trainer would be two
-policies. Programs that compute in bfloat16 keep JAX's default, under which their
-kernels are compiled.
+JAX's own default multiplies float32 matrices in TF32 on GPUs and in bfloat16 on TPUs,
+which changes log-probs by 1e-3 nats and more: sampler and trainer would be two
+policies. Programs that compute in bfloat16 keep JAX's default.
 """
 
 from __future__ import annotations
@@ -16,25 +15,24 @@ import jax
 
 PRECISION = "jax_default_matmul_precision"
 VARIABLE = PRECISION.upper()
-FLOAT32 = "highest"  # JAX's name of it
+FLOAT32 = "highest"  # JAX's name for float32 products
 
 
 @contextlib.contextmanager
 def of(dtype: str) -> Iterator[None]:
-    """Programs traced in this context multiply float32 in full precision.
+    """A context in which programs multiply float32 in full precision.
 
-    It holds in all threads and in processes started meanwhile, where `dtype` is
-    "float32"; else nothing changes. JAX_DEFAULT_MATMUL_PRECISION, or what JAX has been
-    configured to, has precedence.
+    It applies to all threads, and to processes started within it, if `dtype` is
+    "float32". JAX_DEFAULT_MATMUL_PRECISION and JAX's configuration have precedence.
 
     Args:
-      dtype: what the models compute in, "float32" or "bfloat16".
+      dtype: compute dtype of the models, "float32" or "bfloat16".
     """
     if jax.config.values[PRECISION] is not None or dtype != "float32":
         yield
         return
     jax.config.update(PRECISION, FLOAT32)
-    # For processes that are started meanwhile, such as a sampler's.
+    # For processes started within the context, such as a sampler's.
     os.environ[VARIABLE] = FLOAT32
     try:
         yield
@@ -44,5 +42,5 @@ def of(dtype: str) -> Iterator[None]:
 
 
 def name() -> str:
-    """What JAX calls the precision of now; "default" is its own."""
+    """JAX's name for the current precision; "default" is its own."""
     return jax.config.values[PRECISION] or "default"

@@ -1,13 +1,13 @@
-"""Several processes as one run, each with devices of its own (`jax.distributed`).
+"""Several processes as one run, each with its own devices (`jax.distributed`).
 
     rlhf-jax ppo ... --placement.policy data=4 \\
         --coordinator HOST:PORT --num-processes 2 --process-id 0      and 1 elsewhere
 
-On TPU pods and under Slurm or Open MPI `--coordinator auto` finds out the rest. All
-processes run the same program over the same files: each reads the whole data and takes
-its own rows of every batch, all of them write a snapshot together, and the first one
-alone writes the rest of the run folder and talks. Without `--coordinator` there is one
-process, and nothing here does anything.
+On TPU pods and under Slurm or Open MPI `--coordinator auto` replaces the other options.
+All processes run the same program over the same files: each reads the whole data and
+takes its own rows of every batch, all of them write a snapshot together, and only the
+first one writes the rest of the run folder and prints. Without `--coordinator` there is
+one process, and the functions here do nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ AUTO = "auto"
 LAST_WORDS = (
     "import sys; sys.stdin.buffer.read(1) or print(sys.argv[1], file=sys.stderr)"
 )
-ENDED = 10  # seconds that a process which ends waits for the others to end too
+ENDED = 10  # most seconds that a process that ends waits for the others to end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Group:
     num_processes: int | None = None
     process_id: int | None = None  # from 0
     join_timeout: int = 120  # seconds that the first process waits for the others
-    heartbeat: int = 20  # seconds without a sign of life, after which one is lost
+    heartbeat: int = 20  # seconds without a sign of life after which a process is lost
 
     def __post_init__(self) -> None:
         seconds = {"--join-timeout": self.join_timeout, "--heartbeat": self.heartbeat}
@@ -78,12 +78,12 @@ class Group:
             )
 
     def join(self) -> None:
-        """Waits for the others; before any other use of JAX.
+        """Waits for the other processes; call it before any other use of JAX.
 
-        Where they do not come in time JAX itself ends the process, with its message.
+        If they do not start in time, JAX itself may end the process with its message.
 
         Raises:
-          InputError: there is nothing to find them out by.
+          InputError: JAX cannot find or join the other processes.
         """
         try:
             jax.distributed.initialize(
@@ -106,8 +106,8 @@ class Group:
 def _alone_on_host() -> bool:
     """Whether Slurm or Open MPI has started one process per host.
 
-    JAX gives each process of theirs the one GPU that has its number on the host. One
-    that is alone is to have all GPUs: an empty list of numbers means that.
+    JAX gives each of their processes the one GPU with its number on the host. A single
+    process should have all GPUs, which an empty list of device ids means.
     """
     names = ("SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
     counts = [os.environ[name] for name in names if name in os.environ]
@@ -116,11 +116,11 @@ def _alone_on_host() -> bool:
 
 
 def check_platform() -> None:
-    """Starts JAX; what the user asked of it is told in a line.
+    """Starts JAX, with a short error message if its platform cannot be used.
 
     Raises:
-      InputError: JAX_PLATFORMS names a platform that is not there, or no device of the
-        default one can be used.
+      InputError: JAX_PLATFORMS names a missing platform, or no device of the default
+        platform can be used.
     """
     try:
         jax.devices()
@@ -138,12 +138,12 @@ def check_platform() -> None:
 
 
 def is_first() -> bool:
-    """Whether this process writes the run folder and talks; True without others."""
+    """Whether this process writes the run folder and prints; True for a single one."""
     return jax.process_index() == 0
 
 
 def on_first(check: Callable[[], None]) -> None:
-    """Runs a check in the first process; its InputError is raised in all of them."""
+    """Runs a check in the first process; raises its InputError in all of them."""
     if jax.process_count() == 1:
         check()
         return
@@ -151,17 +151,17 @@ def on_first(check: Callable[[], None]) -> None:
     if is_first():
         try:
             check()
-        except Exception as error:  # the others wait to be told, whatever it is
+        except Exception as error:  # any error must reach the others, which wait
             message = str(error) or type(error).__name__
     if message := from_first(message):
         raise InputError(message)
 
 
 def from_first(text: str) -> str:
-    """What the first process says, in all of them."""
+    """The text of the first process, in all of them."""
     if jax.process_count() == 1:
         return text
-    # The length first, as arrays that are broadcast have one shape everywhere.
+    # The length first, as broadcast arrays have one shape in all processes.
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text.encode()))))
     if not size:
         return ""
@@ -170,10 +170,10 @@ def from_first(text: str) -> str:
 
 
 def computed_by_first(compute: Callable[[], Any]) -> Any:
-    """What the first process computes, in all of them: a user's function runs once.
+    """The result of the first process, in all of them: a user's function runs once.
 
     Args:
-      compute: returns what JSON has; what it raises is an InputError in all of them.
+      compute: returns a JSON value; its errors are InputErrors in all processes.
     """
     if jax.process_count() == 1:
         return compute()
@@ -186,11 +186,11 @@ def agree(what: str, value: str) -> None:
     """Checks that every process has the same value.
 
     Raises:
-      InputError: in all of them, with the processes that differ from the first.
+      InputError: in all processes; lists those that differ from the first.
     """
     if jax.process_count() == 1:
         return
-    # A digest: 32 bytes travel, however long the config is.
+    # A digest: processes exchange 32 bytes, however long the config is.
     mine = np.frombuffer(hashlib.sha256(value.encode()).digest(), np.uint8)
     all_of_them = np.asarray(multihost_utils.process_allgather(mine))
     others = np.flatnonzero((all_of_them != all_of_them[0]).any(axis=1))
@@ -203,33 +203,34 @@ def agree(what: str, value: str) -> None:
 
 
 def wait() -> None:
-    """Waits until every process is here: what the first has written can be read."""
+    """Waits for every process; files that the first one wrote can then be read."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("rlhf_jax")
 
 
 def exit_with_others(status: int) -> NoReturn:
-    """Ends this process, after ENDED seconds at most in which the others may come.
+    """Ends this process, after waiting at most ENDED seconds for the others.
 
-    JAX kills every process as soon as the first one is gone. Where all of them end for
-    one reason, each says it and ends with its own status, the first one last.
+    JAX kills every process as soon as the first one is gone. So processes that end for
+    the same reason each report it and end with their own status, the first one last.
     """
-    from orbax.checkpoint import multihost  # 2 s to import, which other runs save
+    from orbax.checkpoint import multihost  # takes 2 s to import
 
     meet = multihost.get_barrier_sync_fn()
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one still runs
         meet(key="exit", timeout_ms=1000 * ENDED)
     if is_first():
         time.sleep(1)
-    os._exit(status)  # Python's own way out would wait for the others
+    os._exit(status)  # `sys.exit` would wait for the others
 
 
 @contextlib.contextmanager
 def last_words(text: str) -> Iterator[None]:
-    """Has the text printed if this process is killed inside; not of a single process.
+    """Prints the text if this process is killed inside the context.
 
-    JAX kills a process that has lost another one, from a thread of its own and with a
-    stack trace. A small process beside it, whose input then ends, says what it means.
+    JAX kills a process that has lost another one, from its own thread and with a stack
+    trace. A small helper process, whose input then ends, prints the explanation. A
+    single process needs none.
     """
     if jax.process_count() == 1:
         yield
@@ -237,12 +238,12 @@ def last_words(text: str) -> Iterator[None]:
     beside = subprocess.Popen(
         (sys.executable, "-S", "-c", LAST_WORDS, text),
         stdin=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C is for this process, and is no loss
+        start_new_session=True,  # Ctrl-C must not reach it
     )
     try:
         yield
     finally:
-        beside.communicate(b"-")  # it lives: nothing is to be said
+        beside.communicate(b"-")  # this process lives: the helper prints nothing
 
 
 def local_devices(mesh: Mesh) -> list[Any]:
@@ -252,12 +253,12 @@ def local_devices(mesh: Mesh) -> list[Any]:
 
 
 def in_turn(tree: Any) -> Any:
-    """The same, once it is computed where several processes run on CPUs.
+    """Returns the tree; with several processes on CPUs, waits until it is computed.
 
-    For what is computed leaf by leaf with an exchange. XLA:CPU has few threads, and
-    programs that wait for another process may take all of them, different ones in each
-    process: then none ever ends. Other devices run programs one after the other, and
-    nothing waits here.
+    For leaves that are computed one by one with collectives. XLA:CPU has few threads,
+    and programs that wait for another process may take all of them, different programs
+    in each process: a deadlock. Other devices run programs one after another, and this
+    does not wait.
     """
     if jax.process_count() > 1 and jax.default_backend() == "cpu":
         return jax.block_until_ready(tree)
@@ -265,10 +266,10 @@ def in_turn(tree: Any) -> Any:
 
 
 def whole(tree: Any) -> Any:
-    """Arrays as NumPy's in every process, all of them; waits for them.
+    """Arrays as NumPy arrays with all elements in every process; waits for them.
 
-    With several processes every one of them calls this. The devices hold a leaf whole,
-    one at a time.
+    With several processes, every process calls this. Devices replicate one leaf at a
+    time.
     """
 
     def read(leaf: Any) -> Any:
@@ -276,7 +277,7 @@ def whole(tree: Any) -> Any:
             return leaf
         if not leaf.is_fully_replicated:
             sharding: Any = leaf.sharding
-            # Replicated by the devices, as no host can read another's shards.
+            # Devices replicate it, as no host can read another's shards.
             leaf = jax.device_put(leaf, NamedSharding(sharding.mesh, PartitionSpec()))
         return np.asarray(leaf.addressable_data(0))
 
@@ -286,8 +287,8 @@ def whole(tree: Any) -> Any:
 class Vote:
     """Whether any process wants to stop: the same answer in all of them, a call late.
 
-    The answer is computed on the devices behind the step it was asked in, and is read
-    at the next, as metrics are: no step waits for it.
+    The devices compute the answer after the current step, and it is read in the next
+    call, like metrics: no step waits for it.
     """
 
     def __init__(self) -> None:
@@ -298,12 +299,11 @@ class Vote:
         self._any = jax.jit(lambda votes: votes.any(), out_shardings=everywhere)
 
     def __call__(self, vote: bool) -> bool:
-        """The answer to the last call; with one process, to this one."""
+        """Returns the answer of the last call; with one process, of this call."""
         if jax.process_count() == 1:
             return vote
         mine = np.full(jax.local_device_count(), vote)
         answer = self._any(jax.make_array_from_process_local_data(self._rows, mine))
-        # Read a call later, when it is long computed: a stop costs one step, and
-        # waiting none.
+        # Read a call later, when it is computed: stopping costs one step, waiting none.
         before, self._pending = self._pending, answer
         return before is not None and bool(np.asarray(before))

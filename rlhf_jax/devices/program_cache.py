@@ -1,15 +1,15 @@
 """Compiled programs on disk, so that a second start does not compile them again.
 
-It is JAX's own persistent compilation cache, whose key is all that a program depends
-on: its text, the compiler's version and flags, the devices. What runs is the same
-machine code, so the numbers are the same bits. Of several processes the first writes,
-and each reads its own folder, or one that they share. `give_back_memory` is for what
-making a program has left in memory.
+This is JAX's own persistent compilation cache. Its key covers all that a program
+depends on: its text, the compiler's version and flags, and the devices. The same
+machine code runs, so the numbers are equal to the bit. With several processes the first
+writes, and each reads its own folder, or a shared one. `give_back_memory` frees memory
+that compilation leaves behind.
 
 `compiled_since` counts how often each program is compiled: a run whose shapes change
-compiles in its loop. JAX tells every listener of a compilation and of a program that it
-reads from disk instead; both count, as both are a new shape. A program is known by its
-function's name. `missed_since` says how many of them the disk did not have.
+compiles in its loop. Programs that JAX reads from disk count too, as they are new
+shapes. A program is identified by its function's name. `missed_since` says how many of
+them were not on disk.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jax import monitoring
 from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
 
-MAX_BYTES = 4 * 2**30  # of a folder at a start, before the oldest programs go
+MAX_BYTES = 4 * 2**30  # of a folder; the oldest programs beyond it go at a start
 EVENT = "/jax/core/compile/backend_compile_duration"
 HIT = "/jax/compilation_cache/cache_hits"
 FROM_DISK = "<from disk>"  # no function has this name
@@ -40,7 +40,7 @@ _counts: Counts = collections.Counter()
 def default_folder() -> Path | None:
     """rlhf_jax/compiled in the user's cache directory; None without a home."""
     cache_home = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(cache_home):  # the standard has others ignored
+    if os.path.isabs(cache_home):  # the XDG standard ignores relative paths
         return Path(cache_home) / "rlhf_jax" / "compiled"
     try:
         return Path.home() / ".cache" / "rlhf_jax" / "compiled"
@@ -49,10 +49,10 @@ def default_folder() -> Path | None:
 
 
 def use_default() -> None:
-    """`use(default_folder())`, unless JAX has been told otherwise already.
+    """`use(default_folder())`, unless JAX is configured otherwise.
 
-    By JAX_COMPILATION_CACHE_DIR or JAX_ENABLE_COMPILATION_CACHE. Without a place to
-    write to nothing is kept.
+    JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE have precedence. If the
+    folder cannot be written to, nothing is kept.
     """
     settings = jax.config.values
     if settings["jax_compilation_cache_dir"] is not None:
@@ -62,18 +62,18 @@ def use_default() -> None:
         return
     try:
         use(folder)
-    except InputError:  # a home that cannot be written to is no mistake of the user's
+    except InputError:  # a read-only home is not the user's mistake
         return
 
 
 def use(folder: Path | None) -> None:
     """Keeps every program that is compiled from now on, and reads those kept before.
 
-    Small ones too: starting takes dozens of them, which add up to seconds.
+    Small programs too: a start compiles dozens of them, which takes seconds.
 
     Args:
-      folder: is made where it is missing; of more than `MAX_BYTES` the oldest programs
-        are removed. None keeps and reads none.
+      folder: is made if missing; beyond `MAX_BYTES` the oldest programs are removed.
+        None neither keeps nor reads programs.
 
     Raises:
       InputError: the folder cannot be made or written to.
@@ -93,14 +93,14 @@ def use(folder: Path | None) -> None:
     if processes.is_first():
         prune(folder, max_bytes=MAX_BYTES)
     jax.config.update("jax_compilation_cache_dir", os.fspath(folder))
-    # JAX keeps programs of a second or more; a start is made of dozens of smaller ones.
+    # By default JAX keeps only programs that take a second or more to compile.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def prune(folder: Path, *, max_bytes: int) -> None:
-    """Removes the programs that were written first until `max_bytes` are left.
+    """Removes the oldest programs until at most `max_bytes` are left.
 
-    JAX's own bound reads a file for every program at every program that it writes.
+    JAX's own bound would read a file per program whenever it writes one.
     """
     programs = []
     for path in folder.glob("*-cache"):
@@ -118,9 +118,9 @@ def prune(folder: Path, *, max_bytes: int) -> None:
 
 
 def give_back_memory() -> None:
-    """Gives memory that the compiler has freed back to the system.
+    """Returns memory that the compiler has freed to the system.
 
-    Half of what a small run holds on a CPU. Only glibc keeps it, and can be asked.
+    This is half of a small run's memory on a CPU. Only glibc keeps such memory.
     """
     with contextlib.suppress(OSError, TypeError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -136,13 +136,13 @@ def compiled_so_far() -> Counts:
 
 
 def compiled_since(before: Counts) -> dict[str, int]:
-    """{program: compilations} since `before`, of `compiled_so_far`; the most first."""
+    """{program: compilations} since `before`, an earlier count; the most first."""
     counts = (compiled_so_far() - before).most_common()
     return {name: count for name, count in counts if name != FROM_DISK}
 
 
 def missed_since(before: Counts) -> int:
-    """How many of `compiled_since(before)` the disk did not have."""
+    """How many programs of `compiled_since(before)` were not on disk."""
     since = compiled_so_far() - before
     return sum(compiled_since(before).values()) - since[FROM_DISK]
 

@@ -1,12 +1,12 @@
-"""Replicas of a model that run by themselves, each with rows of its own.
+"""Replicas of a model that run independently, each with its own rows.
 
     data=2,tensor=2      device 0   half of the weights      rows 0 to 3
                          device 1   the other half
                          device 2   half of the weights      rows 4 to 7
                          device 3   the other half
 
-The devices along `tensor` hold a replica together: all weights. Every process runs its
-own replicas, without asking anything of the others.
+The devices along `tensor` together hold all weights of a replica. Every process runs
+its own replicas, independently of other processes.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ class Replicas(NamedTuple):
     """Meshes with the replicas on `data` and the devices of each on `tensor`."""
 
     everyone: Mesh  # the replicas of all processes
-    own: Mesh  # those of this process, in the same order
+    own: Mesh  # the replicas of this process, in the same order
 
     @property
     def size(self) -> int:
-        """Devices of a replica."""
+        """Number of devices of a replica."""
         return self.own.shape[TENSOR]
 
     @property
     def num_own(self) -> int:
-        """Replicas of this process."""
+        """Number of replicas of this process."""
         return self.own.shape[AXIS]
 
     @property
     def num_of_all(self) -> int:
-        """Replicas of all processes."""
+        """Number of replicas of all processes."""
         return self.everyone.shape[AXIS]
 
 
 def of_mesh(mesh: Mesh) -> Replicas:
-    """Replicas as large as the mesh's `tensor`, whatever its other axes are.
+    """Replicas of as many devices as the mesh has along `tensor`.
 
-    On one process these are the devices along it. Each of several processes divides its
-    own devices, in their order: on a TPU slice axes follow the torus, not the hosts.
+    With one process these are the devices along this axis. With several, each divides
+    its own devices, in their order: on a TPU slice axes follow the torus, not hosts.
 
     Raises:
       InputError: the replicas do not divide the devices of a process.
@@ -72,7 +72,7 @@ def of_mesh(mesh: Mesh) -> Replicas:
             )
 
     def made(devices: list[Any]) -> Mesh:
-        # Else axes of 1: a replica holds its weights along `tensor` alone.
+        # Other axes have size 1: a replica shards its weights only along `tensor`.
         shape = {AXIS: -1, TENSOR: size}
         array = np.reshape(np.array(devices), [shape.get(axis, 1) for axis in AXES])
         return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
@@ -82,29 +82,29 @@ def of_mesh(mesh: Mesh) -> Replicas:
 
 
 def place(tree: Any, *, replicas: Replicas) -> Any:
-    """Parameters whole in every replica; returns those of this process's replicas.
+    """Puts parameters into every replica; returns those of this process's replicas.
 
-    What no rule puts on `tensor`, as half of every adapter, is on every device of a
-    replica, however large it is.
+    A leaf that no rule shards over `tensor`, such as half of every adapter, is on every
+    device of a replica, however large it is.
 
     Args:
-      tree: arrays of this process, the same in all of them; or of a mesh of all
-        processes, every one of which calls this.
+      tree: arrays of this process, equal in all processes; or arrays on a mesh of all
+        processes. Every process calls this.
 
     Raises:
-      InputError: `tensor` does not divide a dimension that lies on it; names the leaf.
+      InputError: `tensor` does not divide a dimension sharded over it; names the leaf.
     """
     placed = sharding.place(tree, mesh=replicas.everyone, small=sys.maxsize)
     if replicas.own.size == replicas.everyone.size:
         return placed
 
-    # The same buffers under a mesh of this process: nothing is copied, and its programs
+    # The same buffers as arrays on this process's mesh: nothing is copied, and programs
     # wait for no other process.
     def of_own(leaf: Array) -> Array:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             data = of_own(jax.random.key_data(leaf))
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-        layout: Any = leaf.sharding  # along `data` each replica has the same
+        layout: Any = leaf.sharding  # the same in each replica
         parts = {shard.device: shard.data for shard in leaf.addressable_shards}
         return jax.make_array_from_single_device_arrays(
             leaf.shape,

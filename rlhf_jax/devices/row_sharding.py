@@ -1,12 +1,12 @@
-"""Rows of a batch: which process reads them, which devices they are on, and back.
+"""Rows of a batch: which process reads them, and on which devices they are.
 
-    share = row_sharding.row_share(mesh)            each process reads rows of its own
+    share = row_sharding.row_share(mesh)            each process reads its own rows
     batch = row_sharding.put_rows(batch, mesh=mesh)     one array over all processes
     rollout = sample(policy, prompts=batch, ...)
-    mine = row_sharding.local_rows(rollout)         NumPy's, this process's again
+    mine = row_sharding.local_rows(rollout)         this process's rows, in NumPy
     scores = row_sharding.put_rows(reward(mine), mesh=mesh)
 
-On one process `put_rows` and `local_rows` are of the whole batch.
+With one process `put_rows` and `local_rows` handle the whole batch.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Tree = TypeVar("Tree")
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """Which rows of every batch are a process's: some of `count` equal blocks."""
+    """The share of a process in every batch: some of `count` equal blocks of rows."""
 
     blocks: tuple[int, ...]  # ascending, from 0
     count: int
 
     def of(self, rows: int) -> list[int]:
-        """The places of these rows among all of a batch.
+        """The numbers of these rows in a batch of `rows` rows.
 
         Raises:
           InputError: the blocks do not divide the rows.
@@ -58,10 +58,10 @@ WHOLE = Share((0,), 1)
 
 
 def row_share(mesh: Mesh) -> Share:
-    """The rows that the devices of this process hold.
+    """The share of rows on the devices of this process.
 
-    On a TPU slice these need not stand side by side. Processes whose devices differ
-    along `tensor` alone hold the same rows.
+    On a TPU slice its blocks need not be neighbours. Processes whose devices differ
+    only along `tensor` have the same rows.
     """
     owned = _blocks(mesh)
     return Share(owned[jax.process_index()], _num_blocks(mesh))
@@ -72,9 +72,9 @@ def _num_blocks(mesh: Mesh) -> int:
 
 
 def _blocks(mesh: Mesh) -> dict[int, tuple[int, ...]]:
-    """The blocks of rows that each process of the mesh holds."""
+    """{process: blocks of rows on its devices}."""
     present = tuple(axis for axis in axes.ROW_AXES if axis in mesh.shape)
-    # Asked of JAX, not computed: on a TPU slice the order of devices follows the torus.
+    # JAX says it: on a TPU slice the order of devices follows the torus.
     where = NamedSharding(mesh, PartitionSpec(present))
     owned: dict[int, set[int]] = {}
     for device, (rows,) in where.devices_indices_map((_num_blocks(mesh),)).items():
@@ -83,7 +83,7 @@ def _blocks(mesh: Mesh) -> dict[int, tuple[int, ...]]:
 
 
 def row_shardings(batch: Tree, *, mesh: Mesh | None = None) -> Tree:
-    """How a batch is sharded: its rows over the row axes of the mesh.
+    """Shardings of a batch, with its rows over the row axes of the mesh.
 
     Returns:
       A tree of `NamedSharding`s.
@@ -96,11 +96,11 @@ def row_shardings(batch: Tree, *, mesh: Mesh | None = None) -> Tree:
 
 
 def put_rows(batch: Tree, *, mesh: Mesh | None = None) -> Tree:
-    """A batch with its rows over the row axes of the mesh.
+    """Puts a batch on the mesh, with its rows over the row axes.
 
     Args:
-      batch: arrays [b, ...] of NumPy's, this process's rows of the global batch
-        (`row_share`); or of JAX, all of its rows.
+      batch: NumPy arrays [b, ...] with this process's rows of the global batch
+        (`row_share`), or JAX arrays with all rows.
 
     Raises:
       InputError: the row axes do not divide the rows.
@@ -117,8 +117,7 @@ def put_rows(batch: Tree, *, mesh: Mesh | None = None) -> Tree:
                 f"by itself"
             )
         if isinstance(leaf, Array):
-            # A JAX array has all rows of the batch; a NumPy one only those of this
-            # process.
+            # JAX arrays have all rows of the batch, NumPy arrays those of this process.
             where = _divided(mesh, rows=leaf.shape[0])
             return moving.move(leaf, where)
         rows = leaf.shape[0] * share.count // len(share.blocks)
@@ -129,15 +128,14 @@ def put_rows(batch: Tree, *, mesh: Mesh | None = None) -> Tree:
             start, stop, _ = index[0].indices(rows)
             return array[place[start] :][: stop - start]
 
-        # Each process provides the rows of its own devices: no host needs the batch
-        # whole.
+        # Each process provides the rows of its own devices: no host needs all rows.
         return jax.make_array_from_callback((rows, *array.shape[1:]), where, part)
 
     return jax.tree.map(put, batch)
 
 
 def own_rows(batch: Tree, *, mesh: Mesh) -> Tree:
-    """This process's rows of NumPy arrays [B, ...] that have all, for `put_rows`.
+    """This process's rows of NumPy arrays [B, ...] with all rows, for `put_rows`.
 
     Raises:
       InputError: the row axes do not divide the rows.
@@ -149,23 +147,23 @@ def own_rows(batch: Tree, *, mesh: Mesh) -> Tree:
 
 
 def put_computed(batch: Any, *, mesh: Mesh) -> Any:
-    """`put_rows` of what processes computed for their rows by themselves, as scores.
+    """`put_rows` of arrays that processes computed for their own rows, such as scores.
 
-    Where several hold the same rows, all take what the first of them computed: a
-    reward need not give the same number twice. All call this.
+    If several processes have the same rows, the result of the first is used for all: a
+    reward need not return the same number twice. Every process calls this.
 
     Args:
-      batch: arrays [b, ...] of NumPy's or of JAX, of this process's rows.
+      batch: NumPy or JAX arrays [b, ...], of this process's rows.
 
     Raises:
       InputError: the row axes do not divide the rows.
     """
-    batch = jax.tree.map(np.asarray, batch)  # JAX's would be read as all rows
+    batch = jax.tree.map(np.asarray, batch)  # `put_rows` reads JAX arrays as all rows
     owned = _blocks(mesh)
     if sum(map(len, owned.values())) > _num_blocks(mesh):
         owner = {
             block: (process, at)
-            # Reversed, so that of several owners of a block the first process is left.
+            # Reversed: the first of several owners of a block overwrites the others.
             for process in sorted(owned, reverse=True)
             for at, block in enumerate(owned[process])
         }
@@ -184,20 +182,20 @@ def local_rows(batch: Any) -> Any:
     """This process's rows of a batch, as NumPy arrays; waits for them.
 
     Args:
-      batch: arrays [B, ...]; with several processes on one mesh, where every one of
-        them calls this.
+      batch: arrays [B, ...]; with several processes on one mesh, every process calls
+        this.
 
     Returns:
-      Arrays [b, ...], all of the rows on one process.
+      Arrays [b, ...]; with one process all rows.
     """
 
     def read(leaf: Any) -> Any:
-        # One process has everything; and what NumPy holds is this process's already.
+        # One process has all rows, and NumPy arrays are this process's already.
         if not isinstance(leaf, Array) or leaf.is_fully_addressable:
             return leaf
         where = _over_rows(_mesh_of(leaf), rows=leaf.shape[0])
         leaf = jax.device_put(leaf, where)
-        # Replicas along `tensor` have equal rows: one of them is read.
+        # Replicas along `tensor` have equal rows: reads one of them.
         parts = {shard.index[0].start or 0: shard for shard in leaf.addressable_shards}
         return np.concatenate([np.asarray(parts[at].data) for at in sorted(parts)])
 
@@ -205,7 +203,7 @@ def local_rows(batch: Any) -> Any:
 
 
 def _mesh_of(leaf: Array) -> Mesh:
-    where: Any = leaf.sharding  # of several processes: it has a mesh
+    where: Any = leaf.sharding  # with several processes it has a mesh
     return where.mesh
 
 

@@ -1,14 +1,14 @@
-"""Where on a mesh parameters, optimizer states and batches are.
+"""How parameters and optimizer states are sharded over a mesh.
 
     mesh = MeshShape(data=2, fsdp=4).make()
     state = sharding.create(make_state, mesh=mesh)         never whole on one device
-    batch = row_sharding.put_rows(batch, mesh=mesh)        each process its own rows
+    batch = row_sharding.put_rows(batch, mesh=mesh)        rows over the row axes
     update = jax.jit(partial(sharding.on(mesh, sft.update), ...), ...)
     state, stats = update(state, batch=batch, ...)
 
-`jax.jit` and GSPMD do the rest: there is no collective in this package. Under
-`with jax.set_mesh(mesh):` the `mesh=` and `on` may be left out; but then every program
-there refuses arrays of other devices, as a reference on the CPU.
+`jax.jit` and GSPMD do the rest: this module has no collectives. Under
+`with jax.set_mesh(mesh):` `mesh=` and `on` may be left out, but every program there
+then rejects arrays on other devices, such as a reference on the CPU.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Tree = TypeVar("Tree")
 Args = ParamSpec("Args")
 Rules = Mapping[str, str | tuple[str, ...] | None]
 
-# Logical axes (`models/axes.py`) to axes of the mesh; None is on every device.
+# Logical axes (`models/axes.py`) to axes of the mesh; None is replicated.
 RULES: Rules = {
     "layers": None,
     "vocab": "tensor",
@@ -44,26 +44,26 @@ RULES: Rules = {
     "mlp": "tensor",
     "experts": ("expert",),
 }
-SMALL = 2**20  # elements of a leaf that may be on every device
+SMALL = 2**20  # most elements of a leaf that may be replicated
 
 
 def on(mesh: Mesh | None, function: Callable[Args, Tree]) -> Callable[Args, Tree]:
-    """The same function for arrays that lie on a mesh, to be jitted.
+    """The function for arrays on a mesh, to be jitted.
 
-    While it is traced the decoder knows the mesh, and keeps the rows of activations
-    apart (`axes.rows_apart`); nothing else hears of it.
+    During tracing the decoder knows the mesh, and shards the rows of activations
+    (`axes.rows_apart`); nothing else changes.
     """
     if mesh is None:
         return function
 
     @functools.wraps(function)
     def traced(*args: Args.args, **kwargs: Args.kwargs) -> Tree:
-        # The abstract mesh has axes and no devices: it tells the tracer what is
-        # sharded, and places nothing.
+        # The abstract mesh has axes but no devices: it tells tracing what is sharded,
+        # and places nothing.
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return function(*args, **kwargs)
 
-    # Profiles and the cache of programs show the name; a partial has none of its own.
+    # Profiles and the cache of programs show the name, which a partial lacks.
     traced.__name__ = getattr(function, "func", function).__name__
     return traced
 
@@ -75,18 +75,18 @@ def shardings(
 
     Args:
       tree: arrays or `jax.ShapeDtypeStruct`s, with parameters at any depth.
-      mesh: None is the one that is set (`jax.set_mesh`).
+      mesh: None is the mesh that is set (`jax.set_mesh`).
       rules: logical axis -> axis of the mesh, or axes that share it.
-      small: elements; a leaf that no rule shards may be copied to every device up to
-        this size. Beyond it a parameter goes to the axes of "embed" or "heads".
+      small: elements; a leaf that no rule shards is replicated up to this size. A
+        larger parameter is sharded over the axes of "embed" or "heads".
 
     Returns:
       A tree of `NamedSharding`s.
 
     Raises:
-      InputError: two dimensions of a parameter would lie on one axis, an axis does not
-        divide a dimension, or a leaf above `small` would be copied, other than the
-        scales of an int8 kernel; names the leaf.
+      InputError: two dimensions of a parameter map to one axis, an axis does not divide
+        a dimension, or a leaf above `small` other than the scales of an int8 kernel
+        would be replicated; names the leaf.
     """
     mesh = mesh_or_set(mesh)
 
@@ -100,7 +100,7 @@ def shardings(
 
 
 def mesh_or_set(mesh: Mesh | None) -> Mesh:
-    """`mesh`, or the one that is set; InputError without one of Auto axes."""
+    """`mesh`, or the mesh that is set; InputError without a mesh of Auto axes."""
     if mesh is None:
         mesh = jax.sharding.get_mesh()
     if mesh.empty:
@@ -127,11 +127,10 @@ def _spec(
     where, sizes = "/".join(path), dict(mesh.shape)
     names = axes.of(path)
     if names is not None and len(names) != len(shape):
-        names = None  # of another rank: no parameter, nor what is kept of one
+        names = None  # another rank: neither a parameter nor its optimizer state
     placed: list[str | tuple[str, ...] | None] = []
-    # Mesh axes that a dimension of this leaf has: each may stand once in a spec.
-    taken: list[str] = []
-    scales = False  # of an int8 kernel, one for all numbers along a sharded axis
+    taken: list[str] = []  # mesh axes in the spec, each of which may occur once
+    scales = False  # whether these are scales, of size 1 along a sharded axis
     for name, size in zip(names or (None,) * len(shape), shape, strict=True):
         mesh_axes = () if name is None else _axes(name, rules=rules, sizes=sizes)
         # An axis of one device shards nothing.
@@ -157,7 +156,7 @@ def _spec(
             )
         taken += mesh_axes
         placed.append(mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes)
-    # On `data` alone every device has all parameters, which is what was asked for.
+    # With only `data`, replicated parameters are what was requested.
     sharded = any(size > 1 for axis, size in sizes.items() if axis not in axes.COPIES)
     if sharded and not any(placed) and not scales and math.prod(shape) > small:
         elsewhere = _elsewhere(names, shape, rules=rules, sizes=sizes)
@@ -168,7 +167,7 @@ def _spec(
             f"{shape} that no rule shards on {sizes}; add fsdp or tensor to the mesh, "
             f"or give it logical axes in models/axes.py"
         )
-    while placed and placed[-1] is None:  # as `jit` says it of what it returns
+    while placed and placed[-1] is None:  # the form of shardings that `jit` returns
         placed.pop()
     return PartitionSpec(*placed)
 
@@ -180,12 +179,11 @@ def _elsewhere(
     rules: Rules,
     sizes: dict[str, int],
 ) -> PartitionSpec | None:
-    """Where a parameter lies of whose own axes this mesh has none, as an adapter's.
+    """The sharding of a large parameter, such as an adapter, whose axes the mesh lacks.
 
-    lora_b is [layers, rank, heads], and on fsdp alone `heads` has no axis; nor has
-    `embed` of lora_a on tensor alone. Adapters and their moments add up to gigabytes
-    where every device has them all. A loop over tokens has a cast copy of adapters that
-    is placed by `axes.beside_kernel`.
+    lora_b is [layers, rank, heads], and with only fsdp `heads` has no axis; nor has
+    `embed` of lora_a with only tensor. Replicated adapters and moments would take
+    gigabytes. A decode loop reads a copy of adapters that `axes.beside_kernel` shards.
     """
     for rule in (rule for rule in ("embed", "heads") if rule in rules):
         spread = [
@@ -201,7 +199,7 @@ def _elsewhere(
 
 def _axes(name: str, *, rules: Rules, sizes: dict[str, int]) -> tuple[str, ...]:
     rule = rules.get(name, "no rule")
-    if isinstance(rule, tuple):  # of these, a mesh has those that it needs
+    if isinstance(rule, tuple):  # a mesh need not have all of them
         return tuple(axis for axis in rule if axis in sizes)
     if rule is not None and rule not in sizes:
         got = repr(rule) if name in rules else "no rule"
@@ -227,27 +225,26 @@ def create(
     rules: Rules = RULES,
     small: int = SMALL,
 ) -> Tree:
-    """What `make` returns, made on the mesh: never whole on one device.
+    """Creates the result of `make` on the mesh, never whole on one device.
 
     Args:
       make: returns parameters or a state; traced.
-      mesh, rules, small: as in `shardings`, which may refuse them.
+      mesh, rules, small: as in `shardings`, whose errors it may raise.
     """
-    # Shapes first: where each leaf belongs is known before a number is made.
     where = shardings(jax.eval_shape(make), mesh=mesh, rules=rules, small=small)
-    # Each device makes its own part: a 70B state would fit on none whole.
+    # Each device makes its own part: a whole 70B state would fit on none.
     return jax.jit(on(mesh, make), out_shardings=where)()
 
 
 def place(
     tree: Tree, *, mesh: Mesh | None = None, rules: Rules = RULES, small: int = SMALL
 ) -> Tree:
-    """Existing parameters or a state, moved to a mesh.
+    """Moves existing parameters or a state to a mesh.
 
-    Leaves that are there already are shared: do not read the source after donating the
-    result. Leaves that every process has for itself must be the same in all of them.
+    Leaves that are on the mesh already are shared: do not read the source after
+    donating the result. Leaves that every process has must be equal in all of them.
 
-    The arguments are those of `shardings`, which may refuse them.
+    Arguments and errors are those of `shardings`.
     """
     where = shardings(tree, mesh=mesh, rules=rules, small=small)
     return jax.tree.map(_put, tree, where)
@@ -255,10 +252,10 @@ def place(
 
 def _put(leaf: Array, where: NamedSharding) -> Array:
     if isinstance(leaf, core.Tracer):
-        return leaf  # of shapes alone, as `jax.eval_shape` asks for
+        return leaf  # only shapes are needed, as in `jax.eval_shape`
     if where.is_fully_addressable:
         return jax.device_put(leaf, where)
-    # Typed keys have no NumPy form: their words are moved, and wrapped again.
+    # Typed keys have no NumPy form: moves their words, and wraps them again.
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data = _put(jax.random.key_data(leaf), where)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))

@@ -1,1 +1,1 @@
-"""Environments: tasks of several turns, in processes of their own."""
+"""Environments: tasks of several turns, run in worker processes."""

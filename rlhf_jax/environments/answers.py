@@ -1,9 +1,9 @@
-"""Calls of an environment in a worker process, and what it sends back, checked.
+"""Calls an environment in a worker process, and checks what it returns.
 
-The processes are verification's (`verification/workers.py`); they load no JAX. What is
-sent back is of plain types alone, though an environment may return anything: what is
-too long, no text that UTF-8 has, no finite number or of another type ends its episode,
-with a line that says so.
+The processes are those of `verification/workers.py`, which load no JAX. An environment
+may return anything, but only plain types are sent back: a value of another type, a text
+that is too long or not valid Unicode, or a number that is not finite ends the episode
+with a message.
 """
 
 from __future__ import annotations
@@ -26,52 +26,52 @@ from rlhf_jax.environments.protocol import (
 from rlhf_jax.verification import worker
 from rlhf_jax.verification.worker import Failed, Rejected
 
-MAX_STATE = 2**24  # bytes that the trainer keeps for an episode
-MAX_MESSAGES = 100  # of one observation or prompt
+MAX_STATE = 2**24  # bytes of the pickled state of an episode
+MAX_MESSAGES = 100  # messages of one observation or prompt
 ASSISTANT = "assistant"
 Result = TypeVar("Result")
 
 
 class Begun(NamedTuple):
-    """The beginning of an episode, as the trainer keeps it."""
+    """The beginning of an episode, with the state pickled."""
 
     prompt: Written
     state: bytes
 
 
 class Answer(NamedTuple):
-    """A turn of an environment, or why it ended without one."""
+    """A turn of an environment, or why the call failed."""
 
     observation: Written
     reward: float
     done: bool
     state: bytes
-    """Pickled; b"" where the episode is done."""
+    """Pickled; b"" if the episode is done."""
     why: str = ""
-    """"" unless it failed; then the reward is 0 and the episode is done."""
+    """Why the call failed, "" if not. Then the reward is 0 and the episode is done."""
     timed_out: bool = False
     imported: bool = True
-    """False where the environment itself could not be imported."""
+    """False if the environment itself could not be imported."""
     where: str = ""
-    """Which turn it is of, for messages, where it failed."""
+    """The turn that failed, for messages."""
     counts: tuple[float, ...] = ()
-    """By the names of `protocol.counted`; none where it failed."""
+    """In the order of `protocol.counted`; empty if the call failed."""
 
 
 def failed(
     why: str, *, timed_out: bool = False, imported: bool = True, where: str = ""
 ) -> Answer:
-    """An answer in place of the one that an environment did not give."""
+    """Makes the answer of a call that failed."""
     return Answer("", 0.0, True, b"", why, timed_out, imported, where)
 
 
 def is_async(environment: Any) -> bool:
-    """Whether its `step` is a coroutine function, of which many may be under way."""
+    """Whether `step` is a coroutine function, so that calls can run concurrently."""
     return inspect.iscoroutinefunction(environment.step)
 
 
 def reset(pickled: bytes, row: Row, most: int) -> Begun | Failed:
-    """The beginning of a row's episode, with a prompt of at most `most` characters."""
+    """Begins the episode of a row; its prompt has at most `most` characters."""
 
     def use(environment: Any) -> Begun:
         return begun(waited(environment.reset(row)), most=most)
@@ -80,9 +80,9 @@ def reset(pickled: bytes, row: Row, most: int) -> Begun | Failed:
 
 
 def step(pickled: bytes, state: bytes, response: str, most: int) -> Answer:
-    """The answer to a response, with an observation of at most `most` characters.
+    """Answers a response; the observation has at most `most` characters.
 
-    Whatever the environment raises is an answer.
+    An error that the environment raises becomes an answer with a `why`.
     """
 
     def use(environment: Any) -> Answer:
@@ -93,7 +93,7 @@ def step(pickled: bytes, state: bytes, response: str, most: int) -> Answer:
 
 
 async def reset_async(pickled: bytes, row: Row, most: int) -> Begun | Failed:
-    """`reset` in a worker that has several calls under way."""
+    """Runs `reset` in a worker with concurrent calls."""
 
     async def use(environment: Any) -> Begun:
         returned = environment.reset(row)
@@ -105,7 +105,7 @@ async def reset_async(pickled: bytes, row: Row, most: int) -> Begun | Failed:
 
 
 async def step_async(pickled: bytes, state: bytes, response: str, most: int) -> Answer:
-    """`step` in a worker that has several calls under way."""
+    """Runs `step` in a worker with concurrent calls."""
 
     async def use(environment: Any) -> Answer:
         returned = await environment.step(pickle.loads(state), response)
@@ -121,17 +121,17 @@ def _or_failed(result: Answer | Failed) -> Answer:
 
 
 def waited(returned: Result | Awaitable[Result]) -> Result:
-    """What was returned, or what a coroutine returns."""
+    """Returns a value, or the result of a coroutine."""
     if inspect.iscoroutine(returned):
         return asyncio.run(returned)
     return returned  # type: ignore[return-value]
 
 
 def begun(returned: Any, *, most: int) -> Begun:
-    """What `reset` returned, with a prompt of at most `most` characters.
+    """Checks what `reset` returned; the prompt has at most `most` characters.
 
     Raises:
-      Rejected: it is no `Started` that a run can use.
+      Rejected: it is not a valid `Started`.
     """
     _check_type(returned, Started, expected="a Started")
     prompt = _written(returned.prompt, called="prompt", most=most)
@@ -144,13 +144,13 @@ def begun(returned: Any, *, most: int) -> Begun:
 
 
 def answer(returned: Any, *, most: int, counts: Sequence[str] = ()) -> Answer:
-    """What `step` returned, with an observation of at most `most` characters.
+    """Checks what `step` returned; the observation has at most `most` characters.
 
     Args:
-      counts: names of what the environment counts, 0 where the turn does not say.
+      counts: names of the environment's counts; 0 for those missing from the turn.
 
     Raises:
-      Rejected: it is no `Turn` that a run can use.
+      Rejected: it is not a valid `Turn`.
     """
     _check_type(returned, Turn, expected="a Turn")
     reward = worker.number(returned.reward, called="reward")
@@ -168,15 +168,15 @@ def answer(returned: Any, *, most: int, counts: Sequence[str] = ()) -> Answer:
                 " the assistant says is sampled"
             )
     state = b"" if done else _state(returned.state)
-    said = dict(returned.counts) if isinstance(returned, CountedTurn) else {}
-    if others := sorted(said.keys() - {*counts}):
+    own = dict(returned.counts) if isinstance(returned, CountedTurn) else {}
+    if others := sorted(own.keys() - {*counts}):
         raise Rejected(f"returned counts of {others}, expected some of {[*counts]}")
-    counted = worker.counted(dict.fromkeys(counts, 0.0) | said, counts)
+    counted = worker.counted(dict.fromkeys(counts, 0.0) | own, counts)
     return Answer(observation, reward, done, state, counts=counted)
 
 
 def _written(value: Any, *, called: str, most: int) -> Written:
-    """A text, or messages of texts, of at most `most` characters."""
+    """Checks a text, or messages of texts, of at most `most` characters."""
     if not isinstance(value, list):
         expected = f"a text or a list of at most {MAX_MESSAGES} messages"
         return _text(value, called=called, most=most, expected=expected)
@@ -191,7 +191,7 @@ def _written(value: Any, *, called: str, most: int) -> Written:
         message: Message = {}
         for key, content in one.items():
             if content is None and key not in ("role", "content"):
-                continue  # as a table has it: templates know absent keys, not null
+                continue  # tables have nulls, but templates test for absent keys
             name = _text(key, called=f"field of the {called}", most=100)
             message[name] = _text(content, called=called, most=left)
             left -= len(message[name])
@@ -200,7 +200,7 @@ def _written(value: Any, *, called: str, most: int) -> Written:
 
 
 def _text(value: Any, *, called: str, most: int, expected: str = "a text") -> str:
-    """A text of exactly type str, which UTF-8 can write."""
+    """Converts a text to exactly type str, and checks that UTF-8 can encode it."""
     _check_type(value, str, called=f"the {called}", expected=expected)
     _check_length(value, most, unit="characters", called=called)
     text = str.__str__(value)
@@ -209,7 +209,7 @@ def _text(value: Any, *, called: str, most: int, expected: str = "a text") -> st
     except UnicodeEncodeError as error:
         raise Rejected(
             f"returned {text[error.start : error.start + 1]!a} at character"
-            f" {error.start} of the {called}, which is no Unicode text (a lone"
+            f" {error.start} of the {called}, which is not Unicode text (a lone"
             " surrogate); decode bytes with errors='replace'"
         ) from None
     return text
@@ -218,7 +218,7 @@ def _text(value: Any, *, called: str, most: int, expected: str = "a text") -> st
 def _state(value: Any) -> bytes:
     try:
         state = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception as error:  # whatever its parts raise
+    except Exception as error:  # the state's own `__reduce__` may raise anything
         raise Rejected(
             f"returned a state that cannot be pickled: {worker.shown(error)}"
         ) from None

@@ -9,8 +9,8 @@
     observation   = 32⏎
     response      answer: 32
 
-The calculator takes two numbers and one sign. So a model learns which parts to hand
-over and to copy what comes back, not to reckon.
+The calculator takes two numbers and one sign. So a model learns what to send and to
+copy the result, not arithmetic.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from typing import Any, NamedTuple
 from rlhf_jax.environments.protocol import Row, Started, Turn, Written
 
 SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-LARGEST = 10**12  # beyond which the calculator says that it overflows
+LARGEST = 10**12  # larger results are an overflow error
 _CALL = re.compile(r"calc:[ \t]*(-?[0-9]{1,12})[ \t]*([-+*])[ \t]*(-?[0-9]{1,12})\Z")
 _ANSWER = re.compile(r"answer:[ \t]*(-?[0-9]{1,13})\Z")
 
 
 class State(NamedTuple):
-    """What of an episode goes on."""
+    """The state of an episode."""
 
     answer: int
     calls: int
@@ -38,23 +38,23 @@ class State(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Calculator:
-    """Rows with `question` and `answer`; 1 for the right answer, once given.
+    """Rows with `question` and `answer`; the reward is 1 for the right answer.
 
     The last line of a response is a call, `calc: 12*7`, or the answer, `answer: 84`.
     Anything else is an error that the model reads, and counts as a call.
     """
 
     max_calls: int = 8
-    """After as many calls the episode ends, without a reward."""
+    """Calls after which the episode ends without an answer."""
     call_cost: float = 0.0
-    """Taken off the reward for each call; 0 is none."""
+    """Cost of each call, subtracted from the reward; 0 is free."""
 
     def reset(self, row: Row) -> Started:
-        """The question, on a line of its own."""
+        """Returns the question on a line of its own."""
         return Started(f"{row['question']}\n", State(int(row["answer"]), 0))
 
     def step(self, state: State, response: str) -> Turn:
-        """What the calculator says, or the score of the answer."""
+        """Returns the calculator's result, or the score of the answer."""
         line = response.strip().rpartition("\n")[2].strip()
         answer = _ANSWER.match(line)
         if answer is not None:
@@ -68,15 +68,15 @@ class Calculator:
 
 
 def rows(count: int, *, seed: int, steps: int = 2, largest: int = 9) -> list[Row]:
-    """Questions such as (7+5)*3-4, all different where there are that many.
+    """Draws different questions such as (7+5)*3-4.
 
     Args:
-      steps: signs of a question.
-      largest: number in a question.
+      steps: number of signs of a question.
+      largest: largest number in a question.
     """
     draw = random.Random(seed)
     made: dict[str, Row] = {}
-    for _ in range(100 * count):  # few questions of few steps are different
+    for _ in range(100 * count):  # draws repeat if questions have few steps
         if len(made) == count:
             break
         parts: list[Any] = [draw.randint(1, largest)]
@@ -99,7 +99,7 @@ def rows(count: int, *, seed: int, steps: int = 2, largest: int = 9) -> list[Row
 
 
 def expert(row: Row, turns: list[Written]) -> str:
-    """Hands over one sign after another, from left to right, and copies the results."""
+    """The expert: calls from left to right with the results so far, then the answer."""
     parts, done = row["parts"], len(turns) // 2
     result = str(parts[0])
     if done:

@@ -1,9 +1,9 @@
-"""Demonstrations: what an expert writes in an environment, as rows for SFT.
+"""Demonstrations: an expert's episodes in an environment, as rows for SFT.
 
     {"prompt": "...", "turns": ["calc: 12*7", "84", "answer: 84"]}
 
-The turns are responses and observations by turns; the expert's are learned, what the
-environment answered is read (`data/README.md`).
+Responses and observations alternate in `turns`; only the responses are learned
+(`data/README.md`).
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ Expert = Callable[[Row, list[Written]], str]
 
 
 class Played(NamedTuple):
-    """An episode of an expert's."""
+    """An episode of an expert."""
 
     prompt: Written
     turns: list[Written]
-    """Responses and observations by turns, a response first and last."""
+    """Alternating responses and observations; a response is first and last."""
     reward: float
-    """Of all turns."""
+    """Sum of the rewards of all turns."""
 
 
 def play(environment: Environment, row: Row, *, expert: Expert) -> Played:
-    """One episode, in this process.
+    """Plays one episode in this process.
 
     Args:
-      expert: (row, the turns so far) -> the next response.
+      expert: (row, turns so far) -> next response.
 
     Raises:
-      ValueError: it does not end.
+      ValueError: the episode does not end.
     """
     prompt, state = waited(environment.reset(row))
     turns: list[Written] = []
@@ -58,6 +58,6 @@ def play(environment: Environment, row: Row, *, expert: Expert) -> Played:
 def demonstrations(
     environment: Environment, rows: Iterable[Row], *, expert: Expert
 ) -> list[dict[str, Any]]:
-    """Rows of the expert's episodes, prompt and turns, for `rlhf-jax sft`."""
+    """Plays episodes; returns rows with prompt and turns for `rlhf-jax sft`."""
     played = [play(environment, row, expert=expert) for row in rows]
     return [{"prompt": episode.prompt, "turns": episode.turns} for episode in played]

@@ -1,4 +1,4 @@
-"""The device's part of a rollout of episodes, as the host's loop calls it."""
+"""The protocol by which the host's loop drives the device in a rollout of episodes."""
 
 from __future__ import annotations
 
@@ -10,72 +10,71 @@ HostArray = Any
 
 
 class Device(Protocol):
-    """What runs the policy: compiled programs and the places that they keep."""
+    """The compiled programs of the policy and the places (cache rows) of episodes."""
 
     @property
     def places(self) -> int:
-        """C."""
+        """C, the number of places."""
         ...
 
     @property
     def shares(self) -> int:
-        """D, replicas of the policy, each with C / D places that follow each other."""
+        """D, replicas of the policy; each has C / D consecutive places."""
         ...
 
     @property
     def arriving(self) -> int:
-        """A, places that read at a time, A / D of each share."""
+        """A, places that read in one call, A / D of each share."""
         ...
 
     @property
     def chunk(self) -> int:
-        """N, columns that they read at a time."""
+        """N, columns that a place reads in one call."""
         ...
 
     def read(self, arrivals: Arrivals) -> None:
         """Runs prompts and observations, and draws the first token of turns.
 
         Args:
-          arrivals: of NumPy arrays, share by share; its keys are their data,
-            u32[A, ...].
+          arrivals: NumPy arrays, share by share; keys are key data, u32[A, ...].
         """
         ...
 
     def copy(self, *, source: HostArray, place: HostArray, keys: HostArray) -> None:
-        """Copies what A places have read of a prompt to others of the same share.
+        """Copies the prompts that A places have read to other places of their shares.
 
         Args:
-          source: i32[A], places that have read it, share by share.
-          place: i32[A], places that get it; C is none.
-          keys: u32[A, ...], data of the keys of the rows that get it.
+          source: i32[A], places that have read the prompt, share by share.
+          place: i32[A], places that get the copy; C is none.
+          keys: u32[A, ...], key data of the rows that get the copy.
         """
         ...
 
     def take(self, *, place: HostArray) -> Episodes:
-        """Copies of A places on the host, with their caches.
+        """Copies A places to the host, with their caches.
 
         Args:
           place: i32[A], share by share; C is none.
 
         Returns:
-          Episodes[A], of NumPy arrays; its keys are their data, u32[A, ...].
+          Episodes[A] of NumPy arrays; keys are key data, u32[A, ...].
         """
         ...
 
     def put(self, rows: Episodes, *, place: HostArray) -> None:
-        """Writes what was taken to A places, of the same share or another.
+        """Writes rows that `take` returned to A places of any share.
 
         Args:
-          rows: Episodes[A], as `take` returns it, share by share.
+          rows: Episodes[A], from `take`, share by share.
           place: i32[A], the places; C is none.
         """
         ...
 
     def advance(self, *, until: HostArray, steps: int) -> Episodes:
-        """Draws on; returns the places on the host, without their caches.
+        """Draws tokens; returns the places on the host, without their caches.
 
         Args:
-          until: i32[D], turns of each share that may still go on when it returns.
-          steps: tokens that it draws at most, in each place.
+          until: i32[D]; returns once at most this many turns of each share are left.
+          steps: the most tokens drawn in each place.
         """
         ...

@@ -1,11 +1,11 @@
-"""The host's part of a rollout of episodes: who draws, who waits, who reads.
+"""The host's loop of a rollout of episodes.
 
     device   advance ........ read advance ............ read advance
     pool          step(b's turn) ....└ answer     step(a's turn) ...
 
-A finished turn goes to the pool at once, and the other places draw on while it is
-answered. An episode that ends leaves its place to the next one, and so does one whose
-answer takes long (`places`). The rollout is done when all of its episodes are.
+A finished turn goes to the pool at once, and the other places keep drawing until its
+answer arrives. An episode gives up its place when it ends, or when its answer takes
+long (`places`). The rollout is done when all of its episodes are.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from rlhf_jax.models.generation.episode_places import Arrivals, Episodes
 from rlhf_jax.verification.worker import shown
 
 HostArray = Any
-ENDED = 8  # the host looks when one turn in so many has ended
+ENDED = 8  # the device returns once a fraction 1 / ENDED of the turns has ended
 REJECTED = "returned an observation that cannot be encoded"
-POLL = 0.05  # seconds between looks at the clock while nothing else is to be done
+POLL = 0.05  # seconds between checks of the clock while the host only waits
 
 
 class Limits(NamedTuple):
-    """Of an episode; `Scores.parts` counts the episodes that one of them ended."""
+    """Limits of an episode; `Scores.parts` counts the episodes that each has ended."""
 
     tokens: int  # R, of all turns and observations
-    turn_tokens: int  # of a turn; one without a stop token by then is the last
+    turn_tokens: int  # of a turn; a turn without a stop token by then is the last
     turns: int
-    seconds: float | None = None  # of all episodes of a rollout; None waits for them
+    seconds: float | None = None  # for all episodes of a rollout; None is no limit
 
 
 @dataclasses.dataclass(kw_only=True)
 class Play:
-    """An episode from every row of prompts, once `run` is called."""
+    """Plays an episode from every row of prompts; `run` starts it."""
 
-    device: Device  # with places that are free
+    device: Device  # with all places free
     prompts: Prompts  # [B, P], of NumPy arrays
-    states: Sequence[bytes]  # of the environment, by `prompts.index`
-    keys: HostArray  # u32[B, ...], data of the rows' keys
+    states: Sequence[bytes]  # states of the environment, by `prompts.index`
+    keys: HostArray  # u32[B, ...], key data of the rows
     pool: EnvironmentPool  # answers turns
-    encoder: TurnEncoder  # of observations
-    decode: Callable[[list[int]], str]  # of a turn, for the environment alone
+    encoder: TurnEncoder  # encodes observations
+    decode: Callable[[list[int]], str]  # decodes a turn for the environment
     stop_ids: tuple[int, ...]  # tokens that end a turn
     limits: Limits
 
@@ -68,17 +68,17 @@ class Play:
         self._view: Episodes | None = None
 
     def run(self, *, steps: int = 32) -> Finished:
-        """Plays until all have ended, or the time is over.
+        """Plays until all episodes have ended or the time is over.
 
         Args:
-          steps: tokens that are drawn before the host looks for answers.
+          steps: the most tokens drawn before the host checks for answers.
 
         Returns:
-          Episodes[B, P + R] in the order of the prompts. One that a limit or a failure
-          ended keeps its tokens and rewards up to there.
+          Rows [B, P + R] in the order of the prompts. An episode that a limit or a
+          failure ended keeps its tokens and rewards so far.
 
         Raises:
-          StopError: the environment failed, and the pool is to stop then.
+          StopError: the environment failed, and the pool's `on_failure` is "stop".
         """
         began, seconds = time.monotonic(), self.limits.seconds
         waiting = list(range(len(self.prompts.index)))[::-1]
@@ -91,7 +91,7 @@ class Play:
                 self._places.exchange(self._live, beginning=len(waiting))
                 while self._places.free and waiting:
                     self._begin(waiting.pop())
-                # All of it first: a step draws as many tokens as there are places.
+                # Read everything first: a step draws a token in every place at once.
                 while self._read():
                     pass
                 self._check_none_is_forgotten()
@@ -132,7 +132,7 @@ class Play:
         self._live.append(episode)
 
     def _read(self) -> bool:
-        """The next columns of what some episodes are to read; False if none are."""
+        """Reads the next columns of prompts and observations; False if none remain."""
         size, chunk = self.device.arriving, self.device.chunk
         reading = self._places.slots(
             episode
@@ -169,7 +169,7 @@ class Play:
         return True
 
     def _copy(self) -> None:
-        """Copies what has been read of a prompt, but for its last columns."""
+        """Copies shared prompts that have been read up to their last columns."""
         size, chunk = self.device.arriving, self.device.chunk
         while ready := self._places.slots(
             episode
@@ -188,7 +188,7 @@ class Play:
             self.device.copy(source=source, place=place, keys=self.keys[of_row])
 
     def _check_none_is_forgotten(self) -> None:
-        """RuntimeError if an episode would wait for ever: a mistake of this module."""
+        """Raises RuntimeError for an episode that would wait forever (a bug here)."""
         rows = [
             episode.row
             for episode in self._live
@@ -201,7 +201,7 @@ class Play:
             )
 
     def _advance(self, steps: int) -> None:
-        """Draws on, and hands the turns that ended to the pool."""
+        """Draws tokens, and sends the turns that ended to the pool."""
         drawing = [episode for episode in self._live if episode.drawing]
         count = np.zeros(self.device.shares, np.int32)
         for episode in drawing:
@@ -242,29 +242,29 @@ class Play:
 
     def _go_on(self, episode: Episode, answer: Answer) -> None:
         where = f"an observation of row {int(self.prompts.index[episode.row])}"
-        room = self.limits.tokens - episode.size - 1  # a token at least is drawn
+        room = self.limits.tokens - episode.size - 1  # room for one sampled token
         try:
             observed = self.encoder.observation(
                 answer.observation, where=where, room=room
             )
-        except Exception as error:  # the template's, or a bare one of `tokenizers`
+        except Exception as error:  # the template and `tokenizers` may raise anything
             why = f"{REJECTED}: {shown(error)}"
             self._fail(episode, answers.failed(why, where=where))
             return
         if observed is None:
             self._end(episode, "out_of_room")
             return
-        episode.state, episode.reading = answer.state, observed  # it may be of nothing
+        episode.state, episode.reading = answer.state, observed  # [] is read, too
 
     def _fail(self, episode: Episode, answer: Answer) -> None:
-        """Ends an episode whose environment failed; its last turn is worth nothing."""
+        """Ends an episode whose environment failed; its last turn has reward 0."""
         self.pool.require(answer)
         self._failures.append(answer)
         episode.rewards[-1] = (episode.rewards[-1][0], 0.0)
         self._end(episode, "timed_out" if answer.timed_out else "failed")
 
     def _end_late(self, waiting: list[int]) -> None:
-        """Ends all episodes as they are; those that have not begun stay empty."""
+        """Ends all episodes as they are; episodes that have not begun stay empty."""
         nobody = np.zeros(self.device.shares, np.int32)
         self._view = self.device.advance(until=nobody, steps=0)
         for episode in list(self._live):
@@ -275,7 +275,7 @@ class Play:
         self._finished.parts["late"][waiting] = 1.0
 
     def _end(self, episode: Episode, why: str | None) -> None:
-        """Keeps what the episode has come to, and frees its place."""
+        """Writes the episode into its row and frees its place."""
         if self._view is not None and episode.turns_size:
             parked = episode.parked
             finished.keep(

@@ -1,4 +1,4 @@
-"""Episodes that have ended, as a rollout and its scores."""
+"""Collects episodes that have ended into a rollout and its scores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhf_jax.models.generation.episode_places import Episodes
 from rlhf_jax.roles.rewards.scores import Scores
 
 HostArray = Any
-# How an episode ended before its environment was done with it.
+# Reasons why an episode ended before its environment was done.
 EARLY = ("failed", "timed_out", "truncated", "out_of_turns", "out_of_room", "late")
 TURNS = "turns"
 
@@ -21,19 +21,19 @@ class Finished(NamedTuple):
     """B rows of NumPy arrays, filled as episodes end."""
 
     rollout: Rollout
-    first: int  # P, the column behind the prompts
+    first: int  # P, the first column after the prompts
     total: HostArray  # f32[B], reward units
     turns: HostArray  # f32[B, S], as `Scores.turns`
     turn_ends: HostArray  # bool[B, S], as `Scores.turn_ends`
-    # f32[B]: 1 where true, of EARLY; TURNS, the turns of each; what was counted
+    # f32[B] each: 1 or 0 for names of EARLY; the number of TURNS; the counts
     parts: dict[str, HostArray]
 
     def scores(self, *, leave_out: bool) -> Scores:
-        """The rewards; parts are logged as `reward/NAME`.
+        """Returns the scores; parts are logged as `reward/NAME`.
 
         Args:
-          leave_out: episodes whose environment failed, beside those that never began,
-            have no score; else they have what they had.
+          leave_out: whether to leave out episodes whose environment failed. Episodes
+            that never began are always left out.
         """
         left_out: Any = ~np.asarray(self.rollout.response_mask).any(axis=1)
         if leave_out:
@@ -49,12 +49,12 @@ class Finished(NamedTuple):
 
 
 def none(prompts: Prompts, *, size: int, counts: Sequence[str] = ()) -> Finished:
-    """Rows of prompts alone.
+    """Makes rows with prompts only, to be filled by `keep`.
 
     Args:
       prompts: Prompts[B, P], of NumPy arrays.
-      size: R, columns behind the prompts.
-      counts: names of what the environment counts.
+      size: R, columns after the prompts.
+      counts: names of the environment's counts.
     """
     rows, columns = prompts.tokens.shape
     room = ((0, 0), (0, size))
@@ -91,12 +91,12 @@ def keep(
     """Writes an episode into its row.
 
     Args:
-      episodes: by place, or one that was taken from its place.
-      place: of the episode in these; () where they are one.
+      episodes: the episodes of all places, or a single parked one.
+      place: index of the episode in `episodes`; () for a single one.
       row: of the rollout.
       start: tokens of its prompt.
-      size: tokens behind it.
-      rewards: of each turn, with the number of its last token behind the prompt.
+      size: tokens after the prompt.
+      rewards: for each turn (index of its last token after the prompt, reward).
     """
     rollout: Any = finished.rollout
     first = finished.first
@@ -111,7 +111,7 @@ def keep(
     last = int(np.flatnonzero(sampled)[-1])
     for number, reward in rewards:
         finished.turn_ends[row, first + number] = True
-        if number < last:  # else it is the rest of the total
+        if number < last:  # the reward of the last turn is the rest of `total`
             finished.turns[row, first + number] = reward
     finished.total[row] = sum(reward for _, reward in rewards)
     finished.parts[TURNS][row] = len(rewards)

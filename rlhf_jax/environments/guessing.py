@@ -5,7 +5,7 @@ response      10
 observation   higher⏎
 response      15
 observation   lower⏎
-response      12                    1, less what the two guesses before it cost
+response      12                    reward 1, less the cost of two guesses
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"(?<![0-9])-?[0-9]{1,9}(?![0-9])")
 
 
 class State(NamedTuple):
-    """What of an episode goes on."""
+    """The state of an episode."""
 
     number: int
     guesses: int
@@ -29,23 +29,23 @@ class State(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Guessing:
-    """Rows with `number`, which the last number of a response is to be."""
+    """Rows with `number`, to be guessed by the last number of a response."""
 
     largest: int = 20
-    """Numbers are from 1 to this."""
+    """Largest number; the smallest is 1."""
     max_guesses: int = 8
-    """After as many guesses the episode ends, without a reward."""
+    """Guesses after which the episode ends without a reward."""
     guess_cost: float = 0.1
-    """Of each guess before the right one, taken off its reward of 1 down to 0."""
+    """Cost of each wrong guess, subtracted from the reward of 1, down to 0."""
 
     def reset(self, row: Row) -> Started:
-        """What is to be guessed."""
+        """Returns the task."""
         return Started(
             f"Guess a number from 1 to {self.largest}.\n", State(int(row["number"]), 0)
         )
 
     def step(self, state: State, response: str) -> Turn:
-        """Whether the number is higher or lower."""
+        """Answers whether the number is higher or lower."""
         numbers = _NUMBER.findall(response)
         guess = int(numbers[-1]) if numbers else None
         if guess == state.number:
@@ -61,10 +61,10 @@ class Guessing:
 
 
 def rows(count: int, *, seed: int, largest: int = 20) -> list[Row]:
-    """Numbers to guess, each about as often as another.
+    """Draws numbers to guess, all about equally often.
 
     Args:
-      largest: as the environment has it.
+      largest: as in the environment.
     """
     draw = random.Random(seed)
     numbers: list[int] = []
@@ -75,10 +75,10 @@ def rows(count: int, *, seed: int, largest: int = 20) -> list[Row]:
 
 @dataclasses.dataclass(frozen=True)
 class Bisection:
-    """The expert: the middle of what is left."""
+    """The expert: the middle of the remaining interval."""
 
     largest: int = 20
-    """As the environment has it."""
+    """As in the environment."""
 
     def __call__(self, row: Row, turns: list[Written]) -> str:
         low, high = 1, self.largest

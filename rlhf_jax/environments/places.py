@@ -1,11 +1,11 @@
-"""Who has which place, and who waits for a slow answer on the host.
+"""Assigns places to episodes, and parks those with a slow answer on the host.
 
-    place 0    a a a E           b b b           a: waits; b has the place meanwhile
-    host             a a a E ........ answer     its tokens, and its keys and values
+    place 0    a a a E           b b b           a waits; b has the place meanwhile
+    host             a a a E ........ answer     tokens, keys and values of a
     place 1                              a a a E o o ...
 
-An episode comes back to any place with the bits that it left with, so that nothing
-depends on who waited where. Only the columns that it has are kept.
+An episode returns to any place with exactly the bits that it had, so results do not
+depend on which episodes waited. Only columns of the cache that it has used are kept.
 """
 
 from __future__ import annotations
@@ -35,32 +35,33 @@ class Episode:
     row: int
     place: int  # NOWHERE while it waits on the host
     state: bytes
-    reading: list[int] | None  # tokens that are still to be read; None reads nothing
+    reading: list[int] | None  # tokens that must still be read; None if none
     prompt: int  # tokens of its prompt
-    begins: bool = True  # nothing of it has been read
-    drawing: bool = False  # a turn is under way
-    stopped: bool = True  # the turn that ended last has a stop token
-    size: int = 0  # tokens behind the prompt, without those that are being drawn
-    turns_size: int = 0  # tokens behind it up to the end of the turn that ended last
+    begins: bool = True  # none of its tokens has been read
+    drawing: bool = False  # a turn is being drawn
+    stopped: bool = True  # the last finished turn ended with a stop token
+    size: int = 0  # tokens after the prompt, without the turn that is being drawn
+    turns_size: int = 0  # tokens after the prompt up to the end of the last turn
     rewards: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     future: concurrent.futures.Future[Answer] | None = None
-    submitted: float = 0.0  # time of the turn that `future` answers, seconds
-    parked: Episodes | None = None  # what stood in its place, while it has none
-    # An episode of the same prompt, which reads it first. What it has read is copied to
-    # this one, but for the last columns: to read those gives the bits of reading all.
+    submitted: float = 0.0  # `time.monotonic` when `future` was submitted, seconds
+    parked: Episodes | None = None  # content of its place, while it has none
+    # An episode with the same prompt that reads the prompt first. The columns that it
+    # has read are copied to this one, except the last ones: reading those gives the
+    # same bits as reading all.
     first: Episode | None = None
 
     @property
     def returns(self) -> bool:
-        """Whether it waits for a place, to read in it."""
+        """Whether the episode needs a place to read its observation."""
         return self.place == NOWHERE and self.reading is not None
 
 
 class Places:
-    """The places of a device."""
+    """The places of a device, and which of them are free."""
 
     def __init__(self, device: Device) -> None:
-        """All are free."""
+        """Starts with all places free."""
         self._device = device
         self.free = list(range(device.places))[::-1]
 
@@ -71,11 +72,11 @@ class Places:
             episode.place = NOWHERE
 
     def exchange(self, live: Sequence[Episode], *, beginning: int) -> None:
-        """Takes slow episodes from places that others need, and brings others back.
+        """Parks slow episodes whose places are needed, and brings others back.
 
         Args:
           live: episodes under way.
-          beginning: episodes that have not begun.
+          beginning: number of episodes that have not begun.
         """
         back = [episode for episode in live if episode.returns]
         num_missing = len(back) + beginning - len(self.free)
@@ -110,11 +111,11 @@ class Places:
                 self.leave(episode)
 
     def share(self, episode: Episode) -> int:
-        """Number of the replica that has its place."""
+        """Returns the replica that has an episode's place."""
         return episode.place * self._device.shares // self._device.places
 
     def slots(self, episodes: Iterable[Episode]) -> list[tuple[int, Episode]]:
-        """The first that one call takes, each with its number in the call's arrays."""
+        """Returns (row of the arrays, episode) for the episodes of one call."""
         size = self._device.arriving // self._device.shares
         taken = [0] * self._device.shares
         slots = []
@@ -126,7 +127,7 @@ class Places:
         return slots
 
     def _array(self, slots: Sequence[tuple[int, Episode]]) -> HostArray:
-        """i32[A]: the places of episodes, by their slots."""
+        """i32[A], the place of the episode in each slot; C without one."""
         place = np.full(self._device.arriving, self._device.places, np.int32)
         for slot, episode in slots:
             place[slot] = episode.place
@@ -134,7 +135,7 @@ class Places:
 
 
 def _parked(rows: Episodes, slot: int) -> Episodes:
-    """One of the rows of `Device.take`, without columns of the cache that it lacks."""
+    """Takes one row of `Device.take`, with the used columns of its cache only."""
     columns = int(rows.length[slot])
     row = jax.tree.map(
         lambda leaf: np.array(leaf[slot]), dataclasses.replace(rows, caches=())
@@ -144,11 +145,11 @@ def _parked(rows: Episodes, slot: int) -> Episodes:
 
 
 def _together(episodes: Sequence[tuple[int, Episodes]], *, size: int) -> Episodes:
-    """The rows of `Device.put`: parked episodes, each with its slot.
+    """Stacks parked episodes into the rows of `Device.put`.
 
     Args:
-      episodes: at least one.
-      size: A, slots; those of no episode have no meaning.
+      episodes: at least one (slot, episode).
+      size: A, the number of slots; slots without an episode are zero.
     """
     columns = episodes[0][1].tokens.shape[0]
 

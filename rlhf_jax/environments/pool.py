@@ -1,4 +1,4 @@
-"""Environments in a pool of processes, with a time limit a call.
+"""Environments in a pool of processes, with a time limit per call.
 
     with EnvironmentPool(Calculator(), num_workers=4) as pool:
         begun = pool.reset(rows)                     once, when the data is loaded
@@ -6,11 +6,10 @@
         ...                                          the device goes on
         answer = future.result()                     Answer(observation, reward, ...)
 
-An environment that raises, hangs, ends its process or returns what no run can use
-leaves the other episodes as they are. Its own is left out, or ends with what it had, or
-the run stops, as configured. States pass through this process as bytes and are never
-unpickled here. Of an environment with `async def step` a process has many calls under
-way.
+A call that raises, hangs, ends its process or returns something invalid does not affect
+other episodes. The option `on_failure` decides what happens to its episode. States pass
+through this process as bytes and are never unpickled here. If `step` is a coroutine
+function, a process runs many calls concurrently.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ from rlhf_jax.verification.user_objects import Failure
 from rlhf_jax.verification.worker import Failed
 from rlhf_jax.verification.workers import Ended, Workers
 
-IN_FLIGHT = 64  # calls of a process at a time, of an environment whose step is async
+IN_FLIGHT = 64  # concurrent calls per process if `step` is a coroutine function
 SHOWN = 300  # characters of a response in a message
 
 
 class EnvironmentPool(contextlib.AbstractContextManager[Any]):
     """Processes that run an environment; a context manager that ends them.
 
-    They start with the first call, import the module of the environment and nothing of
-    this process, and one that hangs or dies in a call is replaced.
+    They start with the first call and import the module of the environment, not the
+    script of this process. A process that hangs or dies in a call is replaced.
     """
 
     def __init__(
@@ -52,20 +51,21 @@ class EnvironmentPool(contextlib.AbstractContextManager[Any]):
         on_failure: OnFailure = "leave_out",
         max_observation: int = 100_000,
     ) -> None:
-        """A pool that is not started yet.
+        """Makes a pool; its processes start later.
 
         Args:
-          environment: the instance of a class at the top of a module that can be
+          environment: an instance of a class at the top level of a module that can be
             imported.
-          num_workers: processes; None is one a processor.
-          timeout: seconds a call, without what it takes to import the environment.
-          on_failure: an episode whose environment failed is left out; or ends with
-            what it had, and that turn's reward is 0 ("zero"); or the run stops.
-          max_observation: characters of an observation, or of a prompt.
+          num_workers: number of processes; None is one per processor.
+          timeout: seconds per call, not counting the import of the environment.
+          on_failure: what happens to an episode whose environment failed: it is left
+            out of the update ("leave_out"), ends with its rewards so far and 0 for the
+            failed turn ("zero"), or stops the run ("stop").
+          max_observation: the most characters of an observation or a prompt.
 
         Raises:
-          InputError: the environment cannot be sent to another process, or a number is
-            not one to choose.
+          InputError: the environment cannot be sent to another process, or an option is
+            not valid.
         """
         user_objects.check_options(timeout=timeout, on_failure=on_failure)
         checks.positive(max_observation=max_observation)
@@ -96,10 +96,10 @@ class EnvironmentPool(contextlib.AbstractContextManager[Any]):
         self._workers.close()
 
     def reset(self, rows: Sequence[dict[str, Any]]) -> list[Begun]:
-        """The prompts and first states of rows.
+        """Returns the prompts and first states of rows.
 
         Raises:
-          InputError: a row has no beginning; names its file and line.
+          InputError: `reset` failed for a row; names its file and line.
           StopError: the environment cannot be imported, or no process starts.
         """
         futures = [self._submit(self._reset, row) for row in rows]
@@ -113,16 +113,15 @@ class EnvironmentPool(contextlib.AbstractContextManager[Any]):
         return starts
 
     def step(self, state: bytes, response: str, *, where: str = "") -> Future[Answer]:
-        """Starts on the answer to a response and returns at once.
+        """Starts to answer a response and returns at once.
 
         Args:
-          state: of `reset`, or of the answer before.
-          where: which episode it is, for messages, as "prompt 'Hi' (row 3)".
+          state: from `reset`, or from the previous answer.
+          where: the episode, for messages, such as "prompt 'Hi' (row 3)".
 
         Returns:
-          What becomes an `Answer`. With on_failure="stop" its result is a StopError
-          where the environment failed; and so it is where the environment cannot be
-          imported, which is no response's fault.
+          A future of the `Answer`. It raises StopError if the environment cannot be
+          imported, or if it failed and `on_failure` is "stop".
 
         Raises:
           StopError: no process starts.
@@ -148,10 +147,11 @@ class EnvironmentPool(contextlib.AbstractContextManager[Any]):
         return answered
 
     def warn(self, failed: Sequence[Answer], *, num_episodes: int) -> None:
-        """Says on standard error that episodes of a batch failed, one line per kind.
+        """Warns on standard error about failed episodes, one line per kind of failure.
 
         Args:
-          failed: the answers with a `why`; none says nothing.
+          failed: the answers with a `why`; an empty list prints nothing.
+          num_episodes: episodes of the batch.
         """
         become = "with what they had"
         if self.on_failure == "leave_out":
@@ -197,7 +197,7 @@ class EnvironmentPool(contextlib.AbstractContextManager[Any]):
         return answer
 
     def require(self, answer: Answer) -> None:
-        """StopError if an answer failed and the run is to stop then."""
+        """Raises StopError if an answer failed and `on_failure` is "stop"."""
         self._require(answer, where=answer.where, stop=self.on_failure == "stop")
 
     def _require(self, call: Answer | Failed, *, where: str, stop: bool) -> None:

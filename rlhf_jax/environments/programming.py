@@ -1,11 +1,11 @@
-"""Python to write and to run, until unit tests decide.
+"""Programming tasks: the model runs Python code until it hands in a solution.
 
     response      Let me see. ```python⏎print(sorted([3, 1]))⏎```
     observation   [1, 3]
     response      FINAL ```python⏎def least(xs): return sorted(xs)[0]⏎```
 
-Code runs in the code verifier's sandbox (`verification/code`), each block in a process
-of its own that is gone afterwards: nothing of one block is there for the next.
+Code runs in the code verifier's sandbox (`verification/code`). Each block has a process
+of its own, so blocks do not see each other's names or files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlhf_jax.environments.protocol import CountedTurn, Row, Started, Turn, Writ
 from rlhf_jax.verification.code import verifier
 from rlhf_jax.verification.code.verifier import PythonTests
 
-# Not a variable of that name, in code that is to be run.
+# A line that begins with FINAL, unless it assigns to a variable of that name.
 _FINAL = re.compile(r"^[ \t]*FINAL\b(?![ \t]*=)", re.MULTILINE)
 HOW = (
     "\n\nA ```python block that you write is run, and you read what it prints. When you"
@@ -29,45 +29,45 @@ HOW = (
 
 
 class State(NamedTuple):
-    """What of an episode goes on."""
+    """The state of an episode."""
 
     tests: list[str]
     code: str
-    """The last block that was written."""
+    """The last block that the model wrote."""
     runs: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Programming:
-    """Rows with `prompt` and `tests`; 1 where the final code passes every test.
+    """Rows with `prompt` and `tests`; the reward is 1 if the final code passes them.
 
     The time limit of the pool should be above `tests.seconds`.
     """
 
     tests: PythonTests = dataclasses.field(default_factory=PythonTests)
-    """The verifier: the field of the tests, and the limits of a run."""
+    """The verifier, with the field of the tests and the limits of a run."""
     field: str = "prompt"
-    """Of the row, a text."""
+    """Field of the row with the prompt, a text."""
     max_runs: int = 4
-    """After as many blocks the last one is the final one."""
+    """Blocks that the model may run; the next response is final."""
     shown: int = 1_000
-    """Characters of its output that the model reads."""
+    """Characters of the output that the model reads."""
 
     counts: ClassVar[Sequence[str]] = PythonTests.counts
 
     def isolated(self, *, unsafe: bool) -> Programming:
-        """It, where code is set apart, or `unsafe`; `verifiers.Isolating`."""
+        """Checks the isolation of generated code (`verifiers.Isolating`)."""
         return dataclasses.replace(self, tests=self.tests.isolated(unsafe=unsafe))
 
     def reset(self, row: Row) -> Started:
-        """The task, and how to run code."""
+        """Returns the task with instructions on how to run code."""
         prompt = row[self.field]
         if not isinstance(prompt, str):
             raise TypeError(f"expected a text in {self.field!r}, got {prompt!r:.60}")
         return Started(f"{prompt}{HOW}", State(self.tests.gold(row), "", 0))
 
     def step(self, state: State, response: str) -> Turn:
-        """What the code prints, or whether it is right."""
+        """Returns what the code prints, or the score of the final code."""
         block = verifier.last_block(response)
         code = state.code if block is None else block
         runs = state.runs + 1
@@ -103,7 +103,7 @@ PAIRS = ((3, 8), (12, 5), (20, 20), (1, 0))
 
 
 def rows(count: int) -> list[Row]:
-    """Small tasks of two whole numbers with tests, the same ones over and over."""
+    """Makes small tasks of two whole numbers with tests, repeated in turn."""
     made = []
     for place in range(count):
         task, source, right = TASKS[place % len(TASKS)]
@@ -118,7 +118,7 @@ def rows(count: int) -> list[Row]:
 
 
 def expert(row: Row, turns: list[Written]) -> str:
-    """Tries the solution, reads what it prints, and hands it in."""
+    """The expert: runs the solution once, then hands it in."""
     block = f"```python\n{row['solution']}{{}}```\n"
     if not turns:
         return block.format("print(solve(3, 8))\n")

@@ -1,4 +1,4 @@
-"""What an environment is: a task that answers what the model writes, turn by turn.
+"""The protocol of an environment, a task that answers the model turn by turn.
 
     row ──reset──> prompt, state
                    response ──step──> observation, reward, state
@@ -22,29 +22,29 @@ class Started(NamedTuple):
 
     prompt: Written
     state: Any
-    """What `step` is to know; any value that can be pickled."""
+    """The state that `step` gets; any value that can be pickled."""
 
 
 class Turn(NamedTuple):
-    """What an environment answers to a response."""
+    """An environment's answer to a response."""
 
     observation: Written
-    """What the model reads next; not shown to it if `done`."""
+    """The text that the model reads next; ignored if `done`."""
     reward: float
-    """Of this turn. The score of an episode is the sum of its rewards."""
+    """Reward of this turn. The score of an episode is the sum of its rewards."""
     done: bool
     """Whether the episode ends here."""
     state: Any
-    """What the next `step` is to know; not read if `done`."""
+    """The state that the next `step` gets; ignored if `done`."""
 
 
 class CountedTurn(Turn):
-    """A turn of a `Counting` environment with what it counts, 0 by other names."""
+    """A turn of a `Counting` environment with counts; 0 for names without one."""
 
     counts: Mapping[str, float]
 
     def __new__(cls, *turn: Any, counts: Mapping[str, float]) -> Self:
-        """From the four of a turn in their order."""
+        """Takes the four fields of `Turn` in order, and counts by name."""
         made = super().__new__(cls, *turn)
         made.counts = counts
         return made
@@ -52,32 +52,32 @@ class CountedTurn(Turn):
 
 @runtime_checkable
 class Environment(Protocol):
-    """A task of several turns: a function of its arguments, with nothing besides.
+    """A task of several turns whose methods are pure functions.
 
-    Both methods run in worker processes, one call in this and the next in that one. So
-    what an environment remembers stands in its state alone; what it draws at random is
-    drawn from the row, or from its state. Either may be a coroutine function: of an
-    environment with `async def step` a process has many calls under way.
+    Calls of one episode may run in different worker processes. So everything that an
+    environment remembers must be in its state, and random draws must be seeded by the
+    row or the state. Both methods may be coroutine functions; with `async def step` a
+    process runs many calls concurrently.
     """
 
     def reset(self, row: Row) -> Started | Awaitable[Started]:
-        """The prompt and the first state of a row; the same for an equal row."""
+        """Returns the prompt and first state of a row; equal rows begin alike."""
         ...
 
     def step(self, state: Any, response: str) -> Turn | Awaitable[Turn]:
-        """The answer to a response; the same for an equal state and response."""
+        """Answers a response; equal states and responses give equal turns."""
         ...
 
 
 @runtime_checkable
 class Counting(Protocol):
-    """An environment that counts more than its rewards say."""
+    """An environment with counts besides its rewards."""
 
     counts: Sequence[str]
-    """Names. Numbers of turns (`CountedTurn`) are added up over an episode, and the
-    mean over episodes is logged: reward/NAME."""
+    """Names of the counts. Counts of turns (`CountedTurn`) are summed over an episode,
+    and the mean over episodes is logged as reward/NAME."""
 
 
 def counted(environment: Environment) -> tuple[str, ...]:
-    """The names of what an environment counts."""
+    """Returns the names of an environment's counts."""
     return tuple(environment.counts) if isinstance(environment, Counting) else ()

@@ -31,13 +31,13 @@ class House(NamedTuple):
     doors: dict[str, list[str]]
     start: str
     key: str
-    """The room where it is at first."""
+    """The room where the key lies at first."""
     exit: str
     """The room with the locked door."""
 
 
 class State(NamedTuple):
-    """What of a game goes on."""
+    """The state of a game."""
 
     house: House
     room: str
@@ -47,17 +47,17 @@ class State(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rooms:
-    """Rows with `seed`: which house it is; 1 for leaving it by the locked door."""
+    """Rows with the `seed` of a house; the reward is 1 for opening the locked door."""
 
     num_rooms: int = 5
-    """Of a house, from 2 to 8."""
+    """Rooms of a house, 2 to 8."""
     max_moves: int = 20
-    """After as many moves the game ends, without a reward."""
+    """Moves after which the game ends without a reward."""
     key_reward: float = 0.0
-    """For taking the key, in the turn that takes it."""
+    """Reward of the turn that takes the key."""
 
     def reset(self, row: Row) -> Started:
-        """The first room, and what is to be done."""
+        """Returns the first room and the task."""
         house = build(int(row["seed"]), num_rooms=self.num_rooms)
         state = State(house, house.start, False, 0)
         return Started(
@@ -67,7 +67,7 @@ class Rooms:
         )
 
     def step(self, state: State, response: str) -> Turn:
-        """One move; what the room says."""
+        """Makes one move; returns a description of the room or an error."""
         command = " ".join(response.split()).lower()
         state = state._replace(moves=state.moves + 1)
         house, reward = state.house, 0.0
@@ -89,7 +89,7 @@ class Rooms:
 
 
 def build(seed: int, *, num_rooms: int) -> House:
-    """The house of a seed: each room beyond the first has a door to one before it."""
+    """Draws a house: each room after the first has a door to an earlier one."""
     checks.within(least=2, most=len(NAMES), advice="choose one", num_rooms=num_rooms)
     draw = random.Random(seed)
     rooms = draw.sample(NAMES, num_rooms)
@@ -103,7 +103,7 @@ def build(seed: int, *, num_rooms: int) -> House:
 
 
 def rows(count: int, *, seed: int) -> list[Row]:
-    """Games, all with different seeds."""
+    """Makes games, all with different seeds."""
     return [{"seed": seed * 1_000_003 + place} for place in range(count)]
 
 
@@ -112,7 +112,7 @@ class Walker:
     """The expert: the shortest way to the key, and from there to the locked door."""
 
     num_rooms: int = 5
-    """As the environment has it."""
+    """As in the environment."""
 
     def __call__(self, row: Row, turns: list[Written]) -> str:
         house = build(int(row["seed"]), num_rooms=self.num_rooms)
@@ -133,7 +133,7 @@ def _look(state: State) -> str:
 
 
 def _way(house: House, start: str, end: str) -> list[str]:
-    """The rooms on the way, without the first."""
+    """Lists the rooms on the shortest way, without the first."""
     before = {start: start}
     waiting = collections.deque([start])
     while end not in before:

@@ -13,26 +13,26 @@ from rlhf_jax.roles.rewards.verifiers import Verifier
 class SingleTurn:
     """The row's prompt, one response, and the verifier's score of it.
 
-    An episode is then what it is without an environment: one response and its score.
+    An episode is the same as without an environment.
     """
 
     verifier: Verifier
     """(prompt, response, row) -> float, as in `roles/rewards/verifiers.py`. The prompt
-    is the text of the row's field; of messages, their contents, a line each."""
+    is the text of the row's field, or the contents of its messages, one per line."""
     field: str = "prompt"
-    """Of the row, a text or messages."""
+    """Field of the row with the prompt, a text or messages."""
 
     @property
     def counts(self) -> tuple[str, ...]:
-        """What the verifier counts."""
+        """The names of the verifier's counts."""
         return verifiers.counted(self.verifier)
 
     def reset(self, row: Row) -> Started:
-        """The row's prompt; the row is the state."""
+        """Returns the row's prompt; the row is the state."""
         return Started(row[self.field], dict(row))
 
     def step(self, state: Row, response: str) -> Turn:
-        """The score of the response, and the end."""
+        """Scores the response and ends the episode."""
         prompt = state[self.field]
         if not isinstance(prompt, str):
             prompt = "\n".join(message["content"] for message in prompt)

@@ -1,4 +1,4 @@
-"""Environments of the `verifiers` library, its `MultiTurnEnv` and all that it is of.
+"""Runs environments of the `verifiers` library: `MultiTurnEnv` and its subclasses.
 
     def load():                                     at the top of a module of yours
         return verifiers.load_environment("wordle")
@@ -6,13 +6,13 @@
     environment = VerifiersLibrary(load)
     rows = dataset(load)                            {"prompt": [...], "answer": ...}
 
-Extra `verifiers`, versions before 0.4, which has taken these classes out. An episode
-goes as the library's own `rollout`: stop conditions, `setup_state`, `env_response`, and
-once, at the end, the score of the rubric.
+Needs the extra `verifiers`, a version before 0.4, which removed these classes. An
+episode follows the library's own `rollout`: stop conditions, `setup_state`,
+`env_response`, and the score of the rubric once at the end.
 
 The library's models answer with structured tool calls, ours with text. So the prompt of
-a `ToolEnv` says how to write a call, and calls are read from the text, in the form of
-Qwen and Hermes:
+a `ToolEnv` explains how to write a call, and calls are read from the text, in the
+format of Qwen and Hermes:
 
     <tool_call>⏎{"name": "add", "arguments": {"a": 1, "b": 2}}⏎</tool_call>
 """
@@ -41,25 +41,24 @@ TOOLS = (
     "A call is a JSON object with a name and arguments within <tool_call></tool_call>:"
     '\n<tool_call>\n{{"name": ..., "arguments": {{...}}}}\n</tool_call>'
 )
-# Not the state's own: made anew, or of no use without the library's own client.
+# Entries of the state that are made anew, or only serve the library's own client.
 _LEFT_OUT = ("client", "usage", "usage_tracker")
 
 
 @dataclasses.dataclass(frozen=True)
 class VerifiersLibrary:
-    """Rows of the library's data set; the score of its rubric at the end."""
+    """Rows of the library's data set; the reward at the end is its rubric's score."""
 
     load: Load
-    """Makes the library's environment, once in each process; at the top of a module."""
+    """Function at the top level of a module that makes the library's environment."""
     tool_role: str = "tool"
-    """The role in which the chat template reads what tools return; user for templates
-    that have none."""
+    """Role of tool results in the chat template; "user" for templates without tools."""
 
     def reset(self, row: Row) -> Started:
-        """The row's prompt, with the tools that there are.
+        """Returns the row's prompt with the signatures of the tools.
 
         Raises:
-          ValueError: its rubric scores groups, or the prompt is no text.
+          ValueError: the rubric scores groups, or the prompt is not text.
         """
         environment = _environment(self.load)
         if environment.requires_group_rollouts:
@@ -78,7 +77,7 @@ class VerifiersLibrary:
         return Started(prompt, _bare(state))
 
     def step(self, state: dict[str, Any], response: str) -> Turn:
-        """What the environment says to a response, or the rubric's score."""
+        """Returns the environment's answer to a response, or the rubric's score."""
         environment = _environment(self.load)
         return asyncio.run(self._step(environment, copy.deepcopy(state), response))
 
@@ -109,7 +108,7 @@ class VerifiersLibrary:
                 new_messages = messages[len(prompt) + 1 :]
                 observation = [self._message(message) for message in new_messages]
                 return Turn(observation, 0.0, False, _bare(state))
-            await environment.is_completed(state)  # which says why it is over
+            await environment.is_completed(state)  # records why the episode is over
         await environment.cleanup(state)
         await environment.rubric.score_rollout(state)
         await environment.rubric.cleanup(state)
@@ -130,11 +129,11 @@ class VerifiersLibrary:
 
 
 def dataset(load: Load, *, num_rows: int = -1, seed: int | None = None) -> list[Row]:
-    """Rows of the library's training data: prompt, answer and whatever else it has.
+    """Returns rows of the library's training data: prompt, answer and other fields.
 
     Args:
-      num_rows: the first so many; -1 is all.
-      seed: of a shuffle before; None is none.
+      num_rows: number of rows; -1 is all.
+      seed: of a shuffle beforehand; None does not shuffle.
     """
     dataset = _environment(load).get_dataset(n=num_rows, seed=seed)
     return [dict(row) for row in dataset.to_list()]
@@ -142,7 +141,7 @@ def dataset(load: Load, *, num_rows: int = -1, seed: int | None = None) -> list[
 
 @functools.lru_cache(maxsize=4)
 def _environment(load: Load) -> Any:
-    """The library's environment, without the handlers that it sets for signals."""
+    """Makes the library's environment, but keeps this process's signal handlers."""
     handlers = {number: signal.getsignal(number) for number in (2, 15)}
     try:
         return load()
@@ -160,7 +159,6 @@ def _library() -> Any:
 
 
 async def _begun(environment: Any, row: Row) -> Any:
-    """The library's state of a row, ready for the first response."""
     config = _library().types.ClientConfig(api_base_url="http://127.0.0.1:9")
     input_row: dict[str, Any] = {"example_id": 0, **row}
     state = await environment.init_state(input_row, config, "policy", None)
@@ -175,17 +173,17 @@ async def _begun(environment: Any, row: Row) -> Any:
 
 
 def _bare(state: Any) -> Any:
-    """The state without what no process could hand to another."""
+    """Removes entries that cannot be sent to another process."""
     for name in _LEFT_OUT:
         state.pop(name, None)
     return state
 
 
 def _assistant(text: str, *, tools: bool) -> Any:
-    """The response as the library's message, with the calls that it holds.
+    """Makes the library's message of a response, with its tool calls.
 
-    What stands in a call and is no JSON object is handed over as a call without
-    arguments that the library reports as an error.
+    A call that is not a JSON object becomes a call without a name, with the text as
+    arguments, which the library reports as an error.
     """
     types = _library().types
     calls = []
@@ -195,7 +193,7 @@ def _assistant(text: str, *, tools: bool) -> Any:
             read = parsing.of_json(call, parsing.Source("the response", "a call"))
             name, arguments = str(read["name"]), json.dumps(read.get("arguments", {}))
         except (ValueError, KeyError, TypeError, AttributeError):
-            pass  # its text, as arguments of no function
+            pass  # keep the text as arguments of a nameless call
         calls.append(types.ToolCall(id=f"call_{place}", name=name, arguments=arguments))
     return types.AssistantMessage(content=text, tool_calls=calls or None)
 

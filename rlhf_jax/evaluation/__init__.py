@@ -1,1 +1,1 @@
-"""From scored responses to the figures of an evaluation, with their intervals."""
+"""Computes the figures of an evaluation from scored responses, with intervals."""

@@ -1,8 +1,8 @@
-"""How often the policy's responses are better than the reference's, prompt by prompt.
+"""Win rates of the policy's responses over the reference's, prompt by prompt.
 
-By scores every response of the one is compared with every response of the other. A
-judge is asked about pairs, in both orders: many prefer what they read first
-(Zheng et al. 2023, arXiv:2306.05685), and the mean of both orders is free of it.
+Scores compare every response of one model with every response of the other. A judge is
+asked about each pair in both orders, because many judges prefer the response that they
+read first (Zheng et al. 2023, arXiv:2306.05685); the mean over both orders cancels it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.roles.rewards.transcripts import Prompt
 
 Row = Mapping[str, Any]  # of the user's data
-# A prompt is a list of messages where the row holds one, and else a text.
-# (prompts, first responses, second responses, rows) -> the probability of each pair
-# that its first response is the better one.
+# (prompts, first responses, second responses, rows) -> for each pair the probability
+# that its first response is better. A prompt is a text, or a list of messages if the
+# row has one.
 TAKES = ("prompts", "responses", "others", "rows")
 PairFunction = Callable[[list[Any], list[str], list[str], list[Row]], Sequence[float]]
 
@@ -30,11 +30,11 @@ def win_rate(scores: Sequence[float], ref_scores: Sequence[float]) -> float:
 
         (1/nm) Σ_ij [s_i > r_j] + ½[s_i = r_j]
 
-    s are the policy's n responses to a prompt and r the reference's m, in reward units.
-    A share; ½ where the two are alike.
+    s are the scores of the policy's n responses to a prompt and r those of the
+    reference's m, in reward units. The result is a share, ½ for equal scores.
 
     Raises:
-      InputError: there are no scores of one of them.
+      InputError: one of the models has no scores.
     """
     if not len(scores) or not len(ref_scores):
         raise InputError(
@@ -47,9 +47,9 @@ def win_rate(scores: Sequence[float], ref_scores: Sequence[float]) -> float:
 
 
 class Verdict(NamedTuple):
-    """What a judge says of a pair, asked in both orders."""
+    """A judge's probabilities for one pair, asked in both orders."""
 
-    # Probability that the policy's response is better, by where it is read.
+    # Probability that the policy's response is better, if read first and second.
     policy_first: float
     policy_second: float
 
@@ -76,7 +76,7 @@ def judged(
     """Asks a judge about pairs of responses, in both orders.
 
     Args:
-      called: what messages call the judge, as "--judge my_judges:better".
+      called: name of the judge in messages, such as "--judge my_judges:better".
 
     Returns:
       A verdict for each pair.
@@ -94,14 +94,14 @@ def judged(
                 [*second],
                 [copy.deepcopy(row) for row in rows],
             )
-            if isinstance(returned, Iterator):  # whose code has not run yet
+            if isinstance(returned, Iterator):  # runs a generator's code in this `try`
                 returned = list(returned)
         except SystemExit as stop:
             raise StopError(
                 f"{called} called sys.exit({stop.code!r:.80}); return a probability, "
                 f"or raise an error to stop the run"
             ) from stop
-        except Exception as error:  # whatever the user's own code raises
+        except Exception as error:  # the user's code may raise anything
             raise InputError(
                 f"{called} raised {type(error).__name__}: {error} for a batch of "
                 f"{len(prompts)} pairs, the first with the prompt {prompts[0]!r:.80}; "

@@ -1,8 +1,8 @@
-"""From responses and their numbers to figures over prompts, with intervals.
+"""Computes figures over prompts from scored responses, with intervals.
 
-A figure is computed for each prompt, from all its samples, and then averaged over
+A figure is computed for each prompt from all of its samples, and then averaged over
 prompts, which are the independent draws. Its interval is Student's t over prompts
-(`sweeps.statistics`), or Wilson's where each prompt is one trial, right or wrong.
+(`sweeps.statistics`), or Wilson's if each prompt is one trial, right or wrong.
 
 Source: Wilson 1927; Brown, Cai and DasGupta 2001.
 """
@@ -20,11 +20,11 @@ from rlhf_jax.evaluation import comparison, success
 from rlhf_jax.evaluation.comparison import Verdict
 from rlhf_jax.sweeps import statistics
 
-Kind = Literal["verifier", "reward", "environment", "none"]  # what scores are
+Kind = Literal["verifier", "reward", "environment", "none"]  # source of the scores
 CHECKED = ("verifier", "environment")  # a score of 1 is a success
-GRADED = ("reward", "environment")  # any score may be
+GRADED = ("reward", "environment")  # scores may be any number
 RIGHT = 1.0  # a verifier's score of a right response
-# How episodes of several turns end, as `Response.end` has it.
+# Values of `Response.end`: how episodes of several turns end.
 ENDS = ("by_environment", "truncated", "out_of_turns", "out_of_room")
 
 
@@ -32,8 +32,7 @@ class Figure(NamedTuple):
     """A mean over prompts."""
 
     mean: float
-    # Of the 95% interval of the mean; None where that is Student's t and all prompts
-    # have one value.
+    # 95% interval of the mean; None if that is Student's t and all values are equal.
     low: float | None
     high: float | None
     prompts: int
@@ -45,32 +44,32 @@ class Response:
 
     model: Literal["policy", "reference"]
     decoding: Literal["sampled", "greedy"]
-    row: int  # of the file of prompts, from 0
-    sample: int  # which of the prompt's samples
+    row: int  # in the file of prompts, from 0
+    sample: int  # number among the prompt's samples, from 0
     prompt: str | list[dict[str, Any]]  # plain text, or the messages of a conversation
     response: str
     length: int  # tokens, the stop token included
     ended: bool  # by a stop token
-    score: float | None  # reward units; None where nothing scores
-    failed: bool  # the verifier had no score for it, which is then 0
-    answer: str | None  # what the verifier reads as the answer
-    logprob: float  # nats, Σ log π(token) of the model that responded
+    score: float | None  # reward units; None if nothing scores
+    failed: bool  # the verifier could not score it, which counts as 0
+    answer: str | None  # the answer that the verifier extracts
+    logprob: float  # nats, Σ log π(token) under the model that responded
     ref_logprob: float | None  # nats, Σ log π_ref(token)
-    kl: float | None  # nats, Σ KL(π ‖ π_ref) over the vocabulary, of the policy's
-    k1: float | None  # nats, Σ log π(token) - log π_ref(token), of the policy's
-    verdict: tuple[float, float] | None  # `comparison.Verdict`, of the policy's
-    # Of an episode of several turns; else None. `length` is of what was sampled.
+    kl: float | None  # nats, Σ KL(π ‖ π_ref) over the vocabulary; policy only
+    k1: float | None  # nats, Σ log π(token) - log π_ref(token); policy only
+    verdict: tuple[float, float] | None  # `comparison.Verdict`; policy only
+    # For an episode of several turns, else None. `length` counts sampled tokens only.
     turns: int | None = None
     observed: int | None = None  # tokens
     end: str | None = None  # one of ENDS, or "failed" or "timed_out"
-    # What a verifier or environment counted, by its names; each response has the same.
+    # Counts of a verifier or environment, by name; all responses have the same names.
     counts: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Self:
-        """The response of a row of samples.jsonl."""
+        """Reads a row of samples.jsonl."""
         names = [field.name for field in dataclasses.fields(cls)]
-        # Rows of before there were episodes have fewer.
+        # Rows of older versions have fewer fields.
         values = {name: row[name] for name in names if name in row}
         if values["verdict"] is not None:
             values["verdict"] = tuple(values["verdict"])
@@ -78,7 +77,7 @@ class Response:
 
     @property
     def right(self) -> bool:
-        """Whether a verifier calls it right."""
+        """Whether the verifier scores the response as right."""
         return self.score == RIGHT
 
 
@@ -86,7 +85,7 @@ PerPrompt = list[list[Response]]  # responses of one model, by prompt and sample
 
 
 def by_prompt(responses: Sequence[Response], *, model: str, decoding: str) -> PerPrompt:
-    """The responses of one model in one way of decoding, in order."""
+    """Returns a model's responses with one decoding, by prompt and sample."""
     prompts: dict[int, list[Response]] = {}
     for response in sorted(responses, key=lambda r: (r.row, r.sample)):
         if (response.model, response.decoding) == (model, decoding):
@@ -97,16 +96,16 @@ def by_prompt(responses: Sequence[Response], *, model: str, decoding: str) -> Pe
 def over_prompts(
     values: Sequence[float], *, share: bool = False, trials: bool = False
 ) -> Figure:
-    """The mean of a number for each prompt, and its 95% interval.
+    """Returns the mean over prompts and its 95% interval.
 
         mean ± t(0.975, P - 1)·s/√P,        or Wilson's of a share of trials
 
     Args:
-      values: of P prompts.
-      share: whether each is in [0, 1], to which the interval is then cut.
-      trials: whether a prompt has one outcome, as by one sample. If all values are 0
-        or 1, the interval is then Wilson's. Means over several samples of a prompt
-        keep Student's t, whatever they are: each prompt has a rate of its own.
+      values: one value for each of P prompts.
+      share: whether values are in [0, 1], to which the interval is clipped.
+      trials: whether each prompt has one outcome, as with one sample. If all values
+        are 0 or 1, the interval is then Wilson's. Means over several samples keep
+        Student's t even if all are 0 or 1, since each prompt has its own rate.
     """
     array = np.asarray(values, float)
     mean = float(array.mean())
@@ -126,12 +125,13 @@ def over_prompts(
 def of_model(
     prompts: PerPrompt, *, kind: Kind, ks: Sequence[int], answers: bool
 ) -> dict[str, Figure]:
-    """Figures of one model's responses in one way of decoding; README.md defines each.
+    """Computes the figures of a model with one decoding; README.md defines each.
 
     Args:
-      prompts: the responses, n to each prompt.
-      ks: k of pass@k, best@k and majority@k; those above n are left out.
-      answers: whether the verifier reads answers.
+      prompts: the responses, n for each prompt.
+      kind: source of the scores.
+      ks: values of k for pass@k, best@k and majority@k; those above n are left out.
+      answers: whether the verifier extracts answers.
     """
     count, single = min(map(len, prompts)), _single(prompts)
     chosen = [k for k in ks if k <= count]
@@ -148,7 +148,7 @@ def of_model(
                     for p in prompts
                 ],
                 share=True,
-                # Of all the samples of a prompt it is one outcome: some are right.
+                # With k = n a prompt has one outcome: whether any sample is right.
                 trials=all(len(p) == k for p in prompts),
             )
         if kind in GRADED:
@@ -193,7 +193,7 @@ def of_model(
 
 
 def compared(policy: PerPrompt, reference: PerPrompt, *, kind: Kind) -> dict[str, Any]:
-    """Figures of the policy beside the reference, by responses to the same prompts."""
+    """Compares the policy with the reference by responses to the same prompts."""
     figures: dict[str, Figure] = {}
     single = _single(policy) and _single(reference)
     if kind != "none":
@@ -220,7 +220,6 @@ def compared(policy: PerPrompt, reference: PerPrompt, *, kind: Kind) -> dict[str
 
 
 def _of_turns(prompts: PerPrompt) -> dict[str, Figure]:
-    """Of episodes: their turns, what was observed, and how they ended."""
     return {
         "turns": over_prompts(_means(prompts, lambda r: _required(r.turns))),
         "observed": over_prompts(_means(prompts, lambda r: _required(r.observed))),
@@ -229,23 +228,22 @@ def _of_turns(prompts: PerPrompt) -> dict[str, Figure]:
 
 
 def distinct_share(prompts: PerPrompt) -> float:
-    """Share of the responses to all prompts that no other one before is equal to."""
+    """Returns the number of different responses over that of all responses."""
     texts = [response.response for samples in prompts for response in samples]
     return len(set(texts)) / len(texts)
 
 
 def _single(prompts: PerPrompt) -> bool:
-    """Whether each prompt has one response."""
     return all(len(samples) == 1 for samples in prompts)
 
 
 def _share(prompts: PerPrompt, is_one: Callable[[Response], bool]) -> Figure:
-    """The share of responses that are such; a trial where a prompt has one response."""
+    """The share of responses for which `is_one` holds."""
     return over_prompts(_means(prompts, is_one), share=True, trials=_single(prompts))
 
 
 def _means(prompts: PerPrompt, number: Callable[[Response], float]) -> list[float]:
-    """The mean over a prompt's samples, for each prompt."""
+    """The mean of a number over each prompt's samples."""
     return [float(np.mean([number(r) for r in samples])) for samples in prompts]
 
 
@@ -254,10 +252,10 @@ def _score(response: Response) -> float:
 
 
 def _verdict(response: Response) -> Verdict:
-    assert response.verdict is not None  # all have one, or none
+    assert response.verdict is not None  # all responses have one, or none has
     return Verdict(*response.verdict)
 
 
 def _required(number: float | None) -> float:
-    assert number is not None  # all have one, or none
+    assert number is not None  # all responses have one, or none has
     return number

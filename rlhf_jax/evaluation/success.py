@@ -1,6 +1,6 @@
-"""What the best, or the majority, of k responses to one prompt is worth.
+"""Scores of the best, or the majority, of k responses to one prompt.
 
-n responses are sampled, and the expectation over k of them is taken, k <= n.
+n responses are sampled, and the expectation over k <= n of them is estimated.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ def pass_at_k(correct: int, *, num_samples: int, k: int) -> float:
 
         pass@k = 1 - C(n - c, k) / C(n, k)
 
-    k of the n samples are drawn without replacement, which is unbiased for k fresh
-    samples; 1 - (1 - c/n)^k is not.
-
-    c = `correct` of the n = `num_samples` are right; k <= n are tried.
+    c = `correct` of the n = `num_samples` are right. k of them are drawn without
+    replacement, which is unbiased for k fresh samples; 1 - (1 - c/n)^k is not.
 
     Raises:
       InputError: k is not in [1, n], or c not in [0, n].
@@ -33,7 +31,7 @@ def pass_at_k(correct: int, *, num_samples: int, k: int) -> float:
             f"correct: expected 0 to the {num_samples} samples, got {correct}; count "
             f"the right ones among the samples"
         )
-    # Of whole numbers of any size, rounded once.
+    # Exact integers, rounded only by the division.
     wrong, drawn = math.comb(num_samples - correct, k), math.comb(num_samples, k)
     return (drawn - wrong) / drawn
 
@@ -47,7 +45,7 @@ def best_at_k(scores: Sequence[float], *, k: int) -> float:
     of C(i - 1, k - 1) of the C(n, k) subsets. Equal to `pass_at_k` for scores of 0 and
     1, and to the mean for k = 1.
 
-    Scores of the n samples are in reward units, and so is the result.
+    Scores and result are in reward units.
 
     Raises:
       InputError: k is not in [1, n].
@@ -67,11 +65,9 @@ def majority_at_k(
 
         k = 3        a  b  a | b  b  c | a         a is right: 1/2
 
-    The groups are consecutive and disjoint, and what is left over at the end is not
-    read. Of answers that are equally frequent each counts alike. A response without an
-    answer does not vote; a group without votes is wrong.
-
-    Answers are in a form that is equal where they are.
+    The groups are consecutive and disjoint; a shorter rest at the end is not counted.
+    Tied answers share the vote equally. A response without an answer does not vote, and
+    a group without votes is wrong. Equal answers must be equal strings.
 
     Raises:
       InputError: k is not in [1, n], or the lengths differ.
@@ -92,13 +88,13 @@ def majority_at_k(
 
 
 def _majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
-    """Share of the most frequent answers of one group that are right."""
+    """Share of the votes for a group's most frequent answers that are right."""
     votes = collections.Counter(answer for answer in answers if answer is not None)
     if not votes:
         return 0.0
     most = max(votes.values())
     winners = {answer for answer, count in votes.items() if count == most}
-    # A verifier may judge equal answers differently: then each vote counts.
+    # A verifier may judge equal answers differently, so each vote counts by itself.
     counted = [
         ok for answer, ok in zip(answers, right, strict=True) if answer in winners
     ]

@@ -1,1 +1,1 @@
-"""What other packages add to this one, by entry points."""
+"""Parts that other packages add to this one by entry points."""

@@ -1,9 +1,9 @@
-"""Other packages: their entry points by name, and whether one is installed.
+"""Entry points of other packages, and checks that optional packages are installed.
 
     [project.entry-points."rlhf_jax.verifiers"]
     short = "my_package:verify"
 
-This module loads no JAX: the list of commands reads it.
+This module does not import JAX, since the list of commands uses it.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ Group = Literal["methods", "verifiers", "environments", "families"]
 
 
 def names(group: Group) -> tuple[str, ...]:
-    """The names that installed packages have in `rlhf_jax.GROUP`, sorted."""
+    """Returns the sorted names of all entry points in `rlhf_jax.GROUP`."""
     return tuple(sorted({point.name for point in _points(group)}))
 
 
 def described(group: Group) -> dict[str, str]:
-    """{name: summary of its package}, with a remark where it cannot be imported."""
+    """Returns {name: summary of its package}, with a note if it cannot be imported."""
     return {point.name: _summary(point) + _missing(point) for point in _points(group)}
 
 
 def packages() -> dict[str, str]:
-    """{name: version} of the installed packages that add a part to any group."""
+    """Returns {name: version} of the installed packages that add a part."""
     owners = [point.dist for group in get_args(Group) for point in _points(group)]
     return {dist.name: dist.version for dist in owners if dist is not None}
 
 
 def load(name: str, *, group: Group, kind: Any = Callable) -> Any:
-    """The object that an entry point names.
+    """Imports the object that an entry point names.
 
     Args:
-      kind: the type that it must have.
+      kind: type that the object must have.
 
     Raises:
-      InputError: it cannot be imported, is of another type, or two packages have one
-        of this name.
+      InputError: the object cannot be imported or has another type, or the name does
+        not belong to exactly one package.
     """
     points = [point for point in _points(group) if point.name == name]
     owners = " and ".join(sorted(map(_owner, points)))
@@ -55,7 +55,7 @@ def load(name: str, *, group: Group, kind: Any = Callable) -> Any:
     where = f"entry point {name!r} of {owners}"
     try:
         loaded = point.load()
-    except (Exception, SystemExit) as error:  # whatever the other package raises
+    except (Exception, SystemExit) as error:  # the package may raise anything
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise InputError(
             f"{where}: expected {point.value} to be imported, got {why}; mend that "
@@ -75,7 +75,7 @@ def require_package(
     """Checks that a package of an extra is installed, and imports nothing.
 
     Raises:
-      InputError: it is not; says how to install it, and what to do `instead`.
+      InputError: it is missing; the message says how to install it, or do `instead`.
     """
     if importlib.util.find_spec(package) is None:
         raise InputError(
@@ -100,10 +100,10 @@ def _summary(point: metadata.EntryPoint) -> str:
 
 
 def _missing(point: metadata.EntryPoint) -> str:
-    """A remark where the module is not there; only its package is looked for."""
+    """A note if the top-level module is missing; nothing is imported."""
     top = point.value.partition(":")[0].partition(".")[0].strip()
     try:
         spec = importlib.util.find_spec(top)
-    except ValueError:  # that is no name of a module
+    except ValueError:  # not the name of a module
         spec = None
     return "" if spec else f" (cannot be imported: no module {top!r})"

@@ -1,4 +1,4 @@
-"""Advantages: how much better an action was than a critic, or its group, expected."""
+"""Advantages: how much better an action was than its critic or its group expects."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def gae(
         mask         0    0    1    1    1    0
         δ_2 = r_2 + γ·V_3 - V_2        δ_4 = r_4 - V_4
 
-    Columns outside the mask are no steps. In an episode of several turns the state that
-    follows a turn's last token is the one before the next sampled token:
+    Columns outside the mask are not steps. In an episode of several turns, the state
+    after a turn's last token is the state before the next sampled token:
 
         tokens       The  cat  EOS   it   is   sat  EOS      it is: observed
         mask          0    1    1    0    0    1    1
@@ -87,8 +87,8 @@ def _next(values: Array, mask: Array) -> Array:
     next          a    b    c    c    c    d    0
     """
 
-    # By a scan: a gather would be fused with what is added to it, and round otherwise
-    # than rows of one turn were rounded before there were others.
+    # A scan, not a gather: the compiler would fuse a gather with the sum that follows,
+    # which rounds differently and would change recorded runs.
     def fill(following: Array, column: tuple[Array, Array]):
         value, inside = column
         following = jnp.where(inside, value, following)
@@ -113,26 +113,26 @@ def group_relative(
         scores     1  0  2 | 4  4  4
         A          0 -1  1 | 0  0  0       equal scores have no advantage
 
-    The mean includes the response's own score: without the division by std, the
-    expected policy gradient is (G - 1)/G of the true one. With the division its
-    direction is biased: prompts with nearly equal scores and prompts with very
-    different scores contribute equally.
+    The mean includes the response's own score, so without the division by std the
+    expected policy gradient is (G - 1)/G of the true one. The division biases its
+    direction: prompts with nearly equal scores and prompts with very different scores
+    contribute equally.
 
-    Both statements are about a loss that sums over each response: aggregation
-    "constant", or responses of one length. Where lengths differ, "token_mean" and
-    "sequence_mean" divide by lengths that are correlated with scores. The direction is
-    then biased even without std: late tokens, which only long responses have, have
-    smaller weights than early ones.
+    Both statements assume a loss that sums over each response: aggregation "constant",
+    or responses of one length. Where lengths differ, "token_mean" and "sequence_mean"
+    divide by lengths that are correlated with scores. The direction is then biased even
+    without std: late tokens, which only long responses have, get smaller weights than
+    early ones.
 
     Args:
       normalise: divide by the standard deviation of the group (ddof 1), as published.
       eps: added to the deviation, reward units.
       row_mask: bool[B], responses that count; the others are in neither mean nor
-        deviation, and have no advantage. None keeps all.
+        deviation, and have advantage 0. None keeps all.
 
     Returns:
-      f32[B], in standard deviations, or in reward units where not normalised; 0 for a
-      response that alone is kept of its group.
+      f32[B], in standard deviations, or in reward units if not normalised; 0 for the
+      only response of a group that counts.
 
     Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2; without the std: Liu et
     al. 2025, arXiv:2503.20783, section 3.2.
@@ -146,16 +146,16 @@ def group_relative(
     checks.non_negative(eps=eps)
     groups = _groups(scores, group_size)
     within = _within(scores, row_mask, group_size)
-    # The mean of equal scores may be rounded; their advantages are 0 all the same.
+    # Equal scores have advantage 0 exactly, although their mean may be rounded.
     equal = _all_equal(groups, within)
     trained = ~equal
     if within is not None:
         trained &= within
-        # A mean of none, or a deviation of one, is 0/0: there all rows are read.
+        # The mean of no row and the deviation of one are 0/0, so read all rows there.
         groups, within = jnp.where(within, groups, 0.0), within | equal
     centred = groups - jnp.mean(groups, axis=1, keepdims=True, where=within)
     if normalise:
-        # Of other numbers where all are equal: the slope of a root at 0 is infinite.
+        # Replace equal scores: the slope of the square root at 0 is infinite.
         others = jnp.arange(group_size, dtype=jnp.float32)
         groups = jnp.where(equal, others, groups)
         std = jnp.std(groups, axis=1, ddof=1, keepdims=True, where=within)
@@ -180,11 +180,11 @@ def leave_one_out(
     The advantage is G/(G - 1) times the advantage over the mean of the whole group.
 
     Args:
-      row_mask: bool[B], responses that count: the mean is that of the others which are
-        kept, and the rest has no advantage. None keeps all.
+      row_mask: bool[B], responses that count; the others are not in the mean, and have
+        advantage 0. None keeps all.
 
     Returns:
-      f32[B], reward units; 0 for a response that alone is kept of its group.
+      f32[B], reward units; 0 for the only response of a group that counts.
 
     Source: Kool, van Hoof and Welling 2019; Ahmadian et al. 2024, arXiv:2402.14740,
     eq. 8.
@@ -201,8 +201,8 @@ def leave_one_out(
     groups = _groups(scores, group_size)
     within = _within(scores, row_mask, group_size)
     equal = _all_equal(groups, within)
-    # Over the largest first, which changes no advantage: a level that all scores share
-    # would cost the digits that tell them apart.
+    # Subtracting the largest score changes no advantage, and keeps the digits in which
+    # large scores differ.
     level = jnp.max(groups, axis=1, keepdims=True, where=within, initial=-jnp.inf)
     groups = groups - jax.lax.stop_gradient(jnp.where(equal, 0.0, level))
     others = jnp.sum(groups, axis=1, keepdims=True, where=within) - groups
@@ -229,13 +229,13 @@ def length_weighted(
         A        -¼ -5/4 ¾            the baseline is (1 + 0 + 4)/4
 
     The baseline has the least variance where the squared norm of a response's gradient
-    is proportional to its length. It holds the response's own score, by its length, so
-    that the expected gradient is biased where lengths differ.
+    is proportional to its length. It includes the response's own score, weighted by
+    length, so the direction of the expected gradient is biased where lengths differ.
 
     Args:
       lengths: f32[B], response tokens.
       row_mask: bool[B], responses that count; the others are not in the baseline, and
-        have no advantage. None keeps all.
+        have advantage 0. None keeps all.
 
     Returns:
       f32[B], reward units; 0 in a group of equal scores. The gradient reaches `scores`.
@@ -271,18 +271,18 @@ def over_greedy(
     group_size: int,
     row_mask: Bool[Array, " B"] | None = None,
 ) -> Float32[Array, " B"]:
-    """A_i = s_i - s_greedy, the greedy response being the last row of its group.
+    """A_i = s_i - s_greedy, where the greedy response is the last row of its group.
 
-        row        0  1  2            group_size = 3: two samples, and the greedy one
+        row        0  1  2            group_size = 3: two samples, one greedy response
         scores     1  0  2
         A         -1 -2  0
 
-    The baseline holds no sample, so that the expected policy gradient is the true one,
-    with aggregation "constant" or responses of one length.
+    The baseline does not depend on any sample, so the expected policy gradient is the
+    true one, with aggregation "constant" or responses of one length.
 
     Args:
-      row_mask: bool[B], responses that count: without its greedy one a group has no
-        advantages. None keeps all.
+      row_mask: bool[B], responses that count; the others have advantage 0, and so has
+        every response of a group whose greedy response does not count. None keeps all.
 
     Returns:
       f32[B], reward units. The gradient reaches `scores`.
@@ -300,7 +300,7 @@ def over_greedy(
     if within is None:
         return (groups - groups[:, -1:]).reshape(scores.shape)
     both = within & within[:, -1:]
-    # Selected before the difference: a score that is missing may be NaN.
+    # Select before subtracting: a missing score may be NaN.
     groups = jnp.where(both, groups, 0.0)
     return jnp.where(both, groups - groups[:, -1:], 0.0).reshape(scores.shape)
 
@@ -315,16 +315,17 @@ def decoupled(
 ) -> Float32[Array, " B"]:
     """A = (S - mean(S))/(std(S) + eps) over the batch, S_i = Σ_k w_k·A_k,i.
 
-    A_k is `group_relative` of reward k alone, by its own deviation. So two responses
-    with equal sums of rewards may have different advantages, and a weight acts whatever
-    the scale of its reward. As the deviations do, it biases the direction.
+    A_k is `group_relative` of reward k alone, divided by its own deviation. So the
+    effect of a weight does not depend on the scale of its reward, and two responses
+    with equal sums of rewards may have different advantages. The deviations bias the
+    direction of the expected gradient.
 
     Args:
-      rewards: f32[K, B], in units of their own.
-      weights: f32[K], of which one that is 0 leaves out its reward.
+      rewards: f32[K, B], each in its own unit.
+      weights: f32[K]; a weight of 0 leaves out its reward.
       eps: added to every deviation (ddof 1).
       row_mask: bool[B], responses that count; the others are in no mean or deviation,
-        and have no advantage. None keeps all.
+        and have advantage 0. None keeps all.
 
     Returns:
       f32[B], in standard deviations. The gradient reaches `rewards`, `weights`
@@ -351,7 +352,7 @@ def decoupled(
             row_mask=row_mask,
         )
         total += weight * own
-    # The batch as one group: what has no advantage for a mask has none here either.
+    # The batch as one group; masked rows have advantage 0 here too.
     return group_relative(total, group_size=total.size, eps=eps, row_mask=row_mask)
 
 
@@ -361,10 +362,10 @@ def equal_groups(
     group_size: int,
     row_mask: Bool[Array, " B"] | None = None,
 ) -> Bool[Array, " groups"]:
-    """Groups whose scores are all equal: their advantages are 0.
+    """True for groups whose scores are all equal: their advantages are 0.
 
     Args:
-      row_mask: bool[B], responses that count; a group that keeps none or one is equal.
+      row_mask: bool[B], responses that count; a group with one or none counts as equal.
         None keeps all.
 
     >>> scores = jnp.array([1.0, 0.0, 2.0, 4.0, 4.0, 4.0])
@@ -385,7 +386,6 @@ def _groups(scores: Array, group_size: int) -> Array:
 
 
 def _within(scores: Array, row_mask: Array | None, group_size: int) -> Array | None:
-    """bool[B / G, G], or None."""
     if row_mask is None:
         return None
     checks.same_shape(scores=scores, row_mask=row_mask)
@@ -394,7 +394,7 @@ def _within(scores: Array, row_mask: Array | None, group_size: int) -> Array | N
 
 
 def _all_equal(groups: Array, within: Array | None = None) -> Array:
-    """bool[B / G, 1]."""
+    """bool[B / G, 1]: groups whose scores are equal, or that count no score."""
     if within is None:
         return (groups == groups[:, :1]).all(axis=1, keepdims=True)
     reduction = {"axis": 1, "keepdims": True, "where": within}

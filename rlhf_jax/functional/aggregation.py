@@ -1,21 +1,21 @@
-"""How the numbers of tokens become one loss: what their sum is divided by.
+"""Aggregation: how the losses of tokens become one loss.
 
-The weights of an aggregation are those of the whole minibatch, so that the losses of
-its micro-batches *add up* to its loss, and so do their gradients.
+The weights are computed over the whole minibatch, so the losses of its micro-batches
+*add up* to its loss, and so do their gradients.
 
                      weight of a token of response b
     token_mean       1/N               N = Σ_b len_b of the minibatch
     sequence_mean    1/(B·len_b)
-    prompt_mean      1/(B·c_b)         c_b the mean length of its prompt's
+    prompt_mean      1/(B·c_b)         c_b: mean length of the responses to its prompt
     constant         1/(B·c)           c = loss_scale_factor, the same at every update
 
 A policy gradient is the mean over responses of a *sum* over tokens. So `constant` is
 the only one of the four whose expected gradient is that of the objective, times 1/c.
-The means divide by lengths. The policy chooses lengths, and they are correlated
+The three means divide by lengths. The policy chooses lengths, and they are correlated
 with rewards, so with a stop token the expected direction is biased. Under sequence_mean
-a token of a long response has a smaller weight than one of a short response. Under
-token_mean all tokens of a minibatch have one weight, which is smaller where responses
-are longer; prompt_mean does the same within the responses to each prompt. Where all
+a token of a long response has a smaller weight than a token of a short one. Under
+token_mean all tokens of a minibatch have the same weight, which is smaller where
+responses are longer; prompt_mean does so within the responses to each prompt. Where all
 responses have one length the four agree, up to the factor c/len.
 """
 
@@ -33,15 +33,16 @@ Array = jax.Array
 Stats = masked.Stats
 
 LossScale = checks.Scalar | Float32[Array, " B"] | None
-"""What a response's sum is divided by: c with constant, c_b with prompt_mean, tokens.
-The other means divide by what they count, and have None."""
+"""Number of tokens that divides the sum over a response: c for constant, c_b of each
+row for prompt_mean; None for token_mean and sequence_mean, which count tokens."""
 Aggregation = Literal["token_mean", "sequence_mean", "prompt_mean", "constant"]
-"""What a loss is: the mean over tokens, over responses of their means, over prompts of
-the mean over all tokens of their responses, or over responses of their sums over c."""
+"""token_mean: mean over tokens. sequence_mean: mean over responses of their means over
+tokens. prompt_mean: mean over prompts of the mean over the tokens of all responses to
+the prompt. constant: mean over responses of their sums over tokens, divided by c."""
 
 
 class Mean(TypedDict, total=False):
-    """What a loss hands on to `aggregate`: arguments of `token_weights`, by keyword."""
+    """Keyword arguments that losses pass on to `aggregate` (see `token_weights`)."""
 
     aggregation: Aggregation
     loss_scale_factor: LossScale
@@ -50,13 +51,13 @@ class Mean(TypedDict, total=False):
 
 
 def bias(aggregation: Aggregation) -> str | None:
-    """A sentence on how the expected gradient is biased where lengths differ.
+    """Returns how the expected gradient is biased where lengths differ; None if not.
 
-    The gradients that `kl.gradients` names, and those of the advantages, are of sums
-    over responses: `constant` has them, times 1/loss_scale_factor.
+    `kl.gradients` and `advantages` describe gradients of sums over responses, which
+    `constant` has, times 1/loss_scale_factor.
 
-    >>> bias("sequence_mean")[:51]
-    "aggregation 'sequence_mean' divides what a response"
+    >>> bias("sequence_mean")[:43]
+    "aggregation 'sequence_mean' divides the sum"
     >>> print(bias("constant"))
     None
     """
@@ -69,9 +70,9 @@ def bias(aggregation: Aggregation) -> str | None:
     if divisor is None:
         return None
     return (
-        f"aggregation {aggregation!r} divides what a response adds by the number of "
-        f"{divisor}, so that where responses differ in length its expected gradient "
-        f"has another direction than the one named; aggregation 'constant' has that one"
+        f"aggregation {aggregation!r} divides the sum over a response by the number of "
+        f"{divisor}: where responses differ in length, the expected gradient does not "
+        f"have the direction named; with aggregation 'constant' it has"
     )
 
 
@@ -102,26 +103,26 @@ def token_weights(
                                                  0    0    0    0
 
     Args:
-      mask: bool[B, S], response tokens, EOS included. Rows without one do not count
+      mask: bool[B, S], response tokens, EOS included. Rows without a token do not count
         as responses.
-      aggregation: what the loss is divided by.
-      loss_scale_factor: c, tokens, with constant; 1 sums over a response; the largest
-        number of response tokens keeps the loss about as large as a mean. f32[B], c_b
-        of each row (`prompt_scale`), with prompt_mean. None with the other means.
+      aggregation: one of the four above.
+      loss_scale_factor: with constant c, tokens: 1 sums over a response; the largest
+        number of response tokens keeps the loss about as large as a mean. With
+        prompt_mean f32[B], c_b of each row (`prompt_scale`). None otherwise.
       num_tokens: f32[], N of the whole minibatch when this is a micro-batch; None
         counts mask. Read by token_mean.
       num_responses: f32[], rows with a response token in the whole minibatch; None
         counts mask. Read by all aggregations but token_mean.
 
     Returns:
-      f32[B, S], dimensionless, 0 outside the mask. Those of a whole minibatch sum to 1;
-      with constant, to the mean length divided by c; with prompt_mean, where a
-      minibatch has all responses to its prompts, or on average over the minibatches.
+      f32[B, S], dimensionless, 0 outside the mask. The weights of a whole minibatch sum
+      to 1; with constant, to the mean length divided by c; with prompt_mean, to 1 on
+      average over minibatches, and exactly where one has all responses to its prompts.
 
     Raises:
       ValueError: a count is not a scalar, or only the count that is not read is given.
-      TypeError: mask is not bool. InputError: no such aggregation, constant without a
-      positive loss_scale_factor, prompt_mean without an array, or a mean with either.
+      TypeError: mask is not bool. InputError: aggregation is unknown, or
+      loss_scale_factor does not fit it.
 
     Source: constant is Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783, section 3.2;
     prompt_mean is Khatri et al. 2025 (ScaleRL), arXiv:2510.13786, section 3.2.
@@ -156,11 +157,11 @@ def aggregate(
 
     Args:
       x: f32[B, S], one number per token; entries outside the mask are not read.
-      the others: those of `token_weights`.
+      the others: as in `token_weights`.
 
     Returns:
-      f32[] and {name: (sum, weight)} of this part alone, without gradient. Its mean is
-      the loss where the part is the whole minibatch.
+      f32[] and {name: (sum, weight)} of these rows alone, without gradient. sum/weight
+      is the loss where these rows are the whole minibatch.
 
     >>> x = jnp.array([[1.0, 2.0, 3.0, 9.0], [4.0, 9.0, 9.0, 9.0]])
     >>> mask = jnp.array([[True, True, True, False], [True, False, False, False]])
@@ -178,11 +179,11 @@ def aggregate(
 
 
 def prompt_scale(mask: Bool[Array, "B S"], *, group_size: int) -> Float32[Array, " B"]:
-    """c_b = N_p/(B/P): what prompt_mean divides the sum of a response to prompt p by.
+    """c_b = N_p/(B/P), the divisor of prompt_mean for a response b to prompt p.
 
-    N_p is the number of tokens in the responses to p, B that of all responses with a
-    token and P that of the prompts with one. So 1/(B·c_b) is 1/(P·N_p), for a whole
-    rollout; a minibatch of other rows in any order has the same c_b.
+    N_p is the number of tokens in the responses to p, B the number of responses with a
+    token, and P the number of prompts with one. So 1/(B·c_b) = 1/(P·N_p) over a whole
+    rollout. A row keeps its c_b in every minibatch, whatever the other rows are.
 
         mask     1  1  1  0    group_size = 2: N = (4, 2), B/P = 3/2
                  1  0  0  0
@@ -208,10 +209,10 @@ def prompt_scale(mask: Bool[Array, "B S"], *, group_size: int) -> Float32[Array,
     checks.groups(mask.shape[0], group_size=group_size)
     lengths = mask.sum(axis=1, dtype=jnp.float32).reshape(-1, group_size)
     tokens = lengths.sum(axis=1)
-    # Rows that were left out have no token, and are no responses.
+    # Rows that were left out have no token, and do not count as responses.
     responses = (lengths > 0).sum(dtype=jnp.float32)
     prompts = (tokens > 0).sum(dtype=jnp.float32)
-    # B/P and N_p of the rollout, not of a minibatch, whose shuffled rows split groups.
+    # Counted over the rollout: the shuffled rows of a minibatch split groups.
     scale = tokens * prompts / jnp.maximum(responses, 1.0)
     return jnp.repeat(jnp.where(tokens > 0, scale, 1.0), group_size)
 
@@ -256,7 +257,7 @@ def check_scale(
 def _weights(
     mask: Array, aggregation: Aggregation, loss_scale_factor: LossScale
 ) -> tuple[Array, Array]:
-    """(f32[B, S], f32[]): weights of this part, and what they are to be divided by."""
+    """f32[B, S] weights, to be divided by a count, and f32[], these rows' count."""
     checks.one_of(aggregation=aggregation, among=get_args(Aggregation))
     weights = mask.astype(jnp.float32)
     shape = () if loss_scale_factor is None else jnp.shape(loss_scale_factor)
@@ -276,7 +277,7 @@ def _weights(
         checks.shape((None, None), mask=mask)
         loss_scale_factor = jnp.asarray(loss_scale_factor)
         checks.shape((mask.shape[0],), loss_scale_factor=loss_scale_factor)
-        # Rows of another part may be all 0.
+        # Packed parts have c_b = 0 in the rows of other parts.
         scale = jax.lax.stop_gradient(loss_scale_factor)
         scale = jnp.where(scale > 0, scale, 1.0)
         responses = jnp.sum(mask.any(axis=1), dtype=jnp.float32)
@@ -299,7 +300,7 @@ def _count(
     num_tokens: Array | None,
     num_responses: Array | None,
 ) -> Array:
-    """f32[], the number that a loss is divided by: the argument, or this part's."""
+    """f32[], the count that divides a loss: of the whole minibatch if it is given."""
     read, other = "num_tokens", "num_responses"
     count, unread = num_tokens, num_responses
     if aggregation != "token_mean":

@@ -1,4 +1,4 @@
-"""Best-of-n: the policy that draws n responses of the reference and keeps the best.
+"""Best-of-n: the policy that draws n responses from the reference and keeps the best.
 
 For one prompt let F(s) = P_ref(score <= s) and F⁻(s) = P_ref(score < s). With ties
 broken evenly,
@@ -47,7 +47,7 @@ def kl_bound(n: int) -> float:
 def log_ratio(
     *, below: Float32[Array, "*shape"], equal: Float32[Array, "*shape"], n: int
 ) -> Float32[Array, "*shape"]:
-    """log π_n(y)/π_ref(y) = log (Fⁿ - F⁻ⁿ)/(F - F⁻), of a response and its score.
+    """log π_n(y)/π_ref(y) = log (Fⁿ - F⁻ⁿ)/(F - F⁻) of a response y.
 
     Without ties it is log n + (n - 1) log F.
 
@@ -112,9 +112,9 @@ def exact_kl(
 def estimated_log_ratio(
     scores: Float32[Array, "*prompts B"], *, among: Float32[Array, "*prompts M"], n: int
 ) -> Float32[Array, "*prompts B"]:
-    """log π_n(y)/π_ref(y) estimated from samples; its mean over chosen ones is the KL.
+    """log π_n(y)/π_ref(y) estimated from samples; its mean over chosen y is the KL.
 
-    F is estimated from M samples `among`: b of them have a lower score, and t an equal
+    F is estimated from M samples `among`, of which b have a lower score and t an equal
     one. With c = b + t and ψ the digamma function,
 
         log F  ≈  ψ(c + 1) - ψ(M + 1)      F⁻/F  ≈  b / c
@@ -125,8 +125,8 @@ def estimated_log_ratio(
 
     Args:
       scores: f32[..., B], of responses that best-of-n chose for a prompt.
-      among: f32[..., M], of other responses of the reference to the same prompt: none
-        of them was a candidate for `scores`.
+      among: f32[..., M], of other responses of the reference to the same prompt; none
+        may have been a candidate for `scores`.
 
     Raises:
       ValueError: the leading axes (prompts) differ, or `among` is empty. TypeError: not
@@ -166,7 +166,7 @@ def selection_weights(
 ) -> Float32[Array, "*prompts N"]:
     """w_i: probability that response i is the best of n drawn without replacement.
 
-    Of the N scores let b be below that of response i and t equal to it (i included):
+    Let b of the N scores be below that of response i, and t equal to it (i included):
 
         w_i = (C(b + t, n) - C(b, n)) / (t·C(N, n))
 
@@ -204,7 +204,7 @@ def selection_weights(
 def expected_best(
     scores: Float32[Array, "*prompts N"], *, n: int
 ) -> Float32[Array, "*prompts"]:
-    """Unbiased estimate of E[max of n scores] from N >= n samples.
+    """Returns an unbiased estimate of E[max of n scores] from N >= n samples.
 
     Args:
       scores: f32[..., N], of independent samples of one prompt.
@@ -224,7 +224,7 @@ def expected_best(
 
 
 def finite_or_lowest(scores: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """Scores with -inf in place of those that are not finite, so that they never win.
+    """Replaces scores that are not finite by -inf, so that they never win.
 
     >>> print(finite_or_lowest(jnp.array([1.0, jnp.inf, jnp.nan, -2.0])))
     [  1. -inf -inf  -2.]
@@ -257,7 +257,7 @@ def _log_ratio(log_up_to: Array, *, below: Array, equal: Array, n: int) -> Array
         return jnp.zeros_like(log_up_to)
     up_to = below + equal
     tie = jnp.where(up_to > 0, equal / jnp.where(up_to > 0, up_to, 1.0), 0.0)
-    # Where 1 - tie rounds to 1 the quotient would be 0/0: such a tie counts as none.
+    # Where 1 - tie rounds to 1 the quotient would be 0/0: count such a tie as none.
     log_rho = jnp.log1p(-jnp.where((tie > 0) & (tie < 1), tie, 0.5))
     powers = jnp.log(jnp.expm1(n * log_rho) / jnp.expm1(log_rho))
     # The lowest score has ρ = 0, where log Σ ρᵏ is 0 and its slope is 1.

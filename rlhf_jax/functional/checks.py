@@ -1,11 +1,11 @@
-"""Checks that say what was expected, what arrived and what to do next.
+"""Checks whose errors say what was expected, what arrived and what to do next.
 
-They take what they check by the name that the error shows. The checks of arrays read
+Arguments are passed by keyword: the error shows their names. The checks of arrays read
 shapes and dtypes only, so under `jax.jit` they run once, at trace time. They raise
 plain ValueError (shapes) and TypeError (dtypes): a wrong array comes from code, and the
 author of that code needs the traceback. The checks of options raise InputError: a wrong
-number comes from a user. Of options, numbers of Python and NumPy are read (`number`);
-None (off) passes, and so do arrays of JAX, which may be traced.
+number comes from a user. Python and NumPy numbers are checked (`number`); None (off)
+passes, and so do JAX arrays, which may be traced.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlhf_jax.functional.errors import StopError as StopError
 
 Array = jax.Array
 Scalar = float | Float32[Array, ""]
-"""An option: a number, or f32[], which may be traced: `jax.vmap` maps over it."""
+"""A numeric option: a number, or an f32[] that may be traced, as by `jax.vmap`."""
 
 LARGEST_FLOAT = 2.0**128 - 2.0**104  # of float32
 _SMALLEST_FLOAT = 2.0**-126  # the smallest normal float32
@@ -176,7 +176,7 @@ def _require(
     below: float | None = None,
     most: float | None = None,
 ) -> None:
-    """InputError for a number that is out of bounds, or that no array can hold."""
+    """Raises InputError for a number out of bounds, or one that no array can hold."""
     for name, value in numbers.items():
         if isinstance(value, Array | np.ndarray) and value.ndim:
             raise InputError(
@@ -187,7 +187,7 @@ def _require(
         if n is None:
             continue
         wanted, advised = expected, advice.replace("{name}", name)
-        # Compared, since `math.isfinite` fails for an int beyond float64.
+        # `math.isfinite` fails for an int beyond float64.
         if (
             -math.inf < n < math.inf
             and (above is None or above < n)
@@ -195,7 +195,7 @@ def _require(
             and (below is None or n < below)
             and (most is None or n <= most)
         ):
-            bounded = most is not None or below is not None  # as a seed is
+            bounded = most is not None or below is not None  # a seed is a uint32
             if isinstance(n, int) and abs(n) > _LARGEST_COUNT and not bounded:
                 wanted = f"a whole number of at most {_LARGEST_COUNT}"
                 advised = "choose a smaller one"
@@ -210,7 +210,7 @@ def _require(
 
 
 def _shown(number: float) -> str:
-    """A number for a message; an integer beyond 64 bits by its size alone."""
+    """Formats a number; an integer beyond 64 bits by its size alone."""
     if isinstance(number, int) and number.bit_length() > 64:
         sign = "a negative one" if number < 0 else "one"
         return f"{sign} of {number.bit_length()} bits"
@@ -218,7 +218,7 @@ def _shown(number: float) -> str:
 
 
 def groups(rows: int, *, group_size: int, least: int = 1) -> None:
-    """Checks that the rows of a batch are whole groups, of `least` rows or more.
+    """Checks that a batch divides into groups, each of `least` rows or more.
 
     >>> print(groups(6, group_size=3))
     None
@@ -240,7 +240,7 @@ def groups(rows: int, *, group_size: int, least: int = 1) -> None:
 
 
 def one_of(*, among: tuple[Any, ...], **choices: Any) -> None:
-    """Checks that a choice is one of some.
+    """Checks that each choice is in `among`.
 
     >>> print(one_of(kind="ipo", among=("sigmoid", "ipo")))
     None
@@ -382,7 +382,7 @@ def _require_dtype(
 
 
 def masked_floats(mask: Array, **floats: Array) -> None:
-    """Checks that arrays are float32 and of the shape of a mask, which is bool.
+    """Checks that a mask is bool, and arrays are float32 and of its shape.
 
     >>> mask = jnp.zeros((2, 3), jnp.bool_)
     >>> print(masked_floats(mask, values=jnp.zeros((2, 3))))
@@ -398,7 +398,7 @@ def masked_floats(mask: Array, **floats: Array) -> None:
 
 
 def listed(problems: Sequence[str], *, most: int = 20) -> str:
-    """The first `most` problems, one per indented line, and the number of the others.
+    """Formats the first `most` problems, one per indented line, and counts the others.
 
     >>> print(listed(["line 3: no prompt", "line 5: no prompt"]).replace("  ", "- "))
     - line 3: no prompt

@@ -1,4 +1,4 @@
-"""A coefficient of the entropy bonus that keeps the entropy at a target."""
+"""Control of the entropy bonus: a coefficient that keeps the entropy at a target."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def controlled(
     Args:
       coef: c, f32[], reward units per nat.
       entropy: H, f32[], nats per token, of the policy that drew the batch. Where it is
-        NaN, as of no tokens, c stays, and α is 0.
+        NaN (the mean of no tokens), c does not change and α is 0.
       target: nats per token.
       increment: Δ, reward units per nat.
-      largest: c' is from 0 to this, reward units per nat.
+      largest: upper bound of c', reward units per nat; the lower bound is 0.
 
     Returns:
       f32[] α of this iteration and c' of the next one. Nothing has a gradient.

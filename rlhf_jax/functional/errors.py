@@ -1,4 +1,4 @@
-"""The two errors whose message alone is printed, and how several modules raise them.
+"""The two errors that the command line prints without a traceback, and their helpers.
 
 This module loads no JAX.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 
 class InputError(ValueError):
-    """An input of the user is wrong: a file, an option or an argument.
+    """A file, an option or an argument from the user is wrong.
 
     The command line prints the message alone and exits with status 2. Any other
     exception is a defect of the program and keeps its traceback.
@@ -26,10 +26,10 @@ class StopError(RuntimeError):
 
 @contextlib.contextmanager
 def located(where: str, kind: type[Exception] = InputError) -> Iterator[None]:
-    """Says in the message of an error where it is: "prompts.jsonl:3: expected ...".
+    """Prefixes the message of an error with its place: "prompts.jsonl:3: expected ...".
 
     Raises:
-      InputError: in place of an error of this kind.
+      InputError: in place of an error of type `kind`.
 
     >>> with located("--placement.policy"):
     ...     raise InputError("expected a mesh, got none")
@@ -50,7 +50,7 @@ def located(where: str, kind: type[Exception] = InputError) -> Iterator[None]:
 
 
 def expect_none(because: str, *, advice: str, **options: object) -> None:
-    """Checks that options are None beside a choice that does not go with them.
+    """Checks that options are None where another choice excludes them.
 
     >>> expect_none("with kind 'ipo'", advice="leave it out", target_margin=None)
     >>> expect_none("with kind 'ipo'", advice="leave it out", target_margin=0.5)
@@ -70,7 +70,7 @@ def expect_none(because: str, *, advice: str, **options: object) -> None:
 
 
 def refuse(faults: Iterable[str]) -> None:
-    """InputError with every fault, a line each; nothing where there is none.
+    """Raises InputError with one fault per line; returns where there is no fault.
 
     >>> refuse([])
     >>> refuse(["top_k: expected 1 or more, got 0"])

@@ -1,27 +1,27 @@
-"""Log-probs and entropies from hidden states, some tokens at a time, with a gradient.
+"""Log-probs and entropies from hidden states in chunks, with a custom VJP.
 
 Nothing here shifts columns: position n is about the distribution that hidden[n] gives.
 `logprobs.token_logprobs_from_hidden` is the public name.
 
 With z the logits / temperature τ, p their softmax, a the token that was drawn and m the
-largest logit so far, one pass over the tokens keeps
+largest logit so far, one pass over the vocabulary keeps
 
     Σ exp(z - m)      Σ exp(z - m)·(z - m)      z_a
 
 and gives log p_a = z_a - log Σ exp(z) and the entropy H = -Σ p log p. The backward pass
-computes the logits of a chunk again; their gradients, times τ, are
+rematerialises the logits of each chunk. The gradients with respect to z_v are
 
     of log p_a    1[v = a] - p_v
     of H          -p_v (log p_v + H)
 
-and as both depend on hidden / τ alone, that of τ is -⟨hidden, its gradient⟩ / τ. Logits
-x that are soft-capped become c·tanh(x / c) = l before τ divides them: the gradient of x
-is 1 - (l / c)² times that of l, and that of τ is -⟨l, its gradient⟩ / τ.
+Both depend on hidden / τ only, so the gradient of τ is -⟨hidden, gradient of hidden⟩/τ.
+Soft-capped logits x become l = c·tanh(x / c) before τ divides them: the gradient of x
+is (1 - (l / c)²) times that of l, and the gradient of τ is -⟨l, gradient of l⟩ / τ.
 
-The head is read as blocks of equal size, [A, V'/A, D], and a chunk takes the same few
-places of all of them: a head that is sharded over tokens stays so, chunk by chunk, and
+The head is read as A blocks of equal size, [A, V'/A, D], and a chunk takes the same
+rows of every block. So a head that is sharded over the vocabulary stays sharded, and
 each device computes the logits of its own tokens. The last chunk starts early enough to
-be whole, and tokens of earlier chunks are left out, as padding is.
+be whole; tokens of earlier chunks are left out of it, as padding is.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from rlhf_jax.functional import checks, unused_ids
 
 Array = jax.Array
 
-BLOCKS = 16  # devices that tokens may be sharded over, if they divide the head
-NOWHERE = -1e30  # a logit whose exp is 0, and 0 times it as well
+BLOCKS = 16  # devices that may share the vocabulary, if they divide the head's rows
+NOWHERE = -1e30  # a logit whose exp is 0; finite, as 0 · inf is NaN
 
 
 class Plan(NamedTuple):
-    """What is fixed at trace time."""
+    """Sizes and options, fixed at trace time."""
 
     vocab_size: int  # tokens; rows of the head from here on are padding
     blocks: int  # A, which divides the rows of the head
     size: int  # of a block, rows
     chunk: int  # rows of each block at a time, 1 to size
-    softcap: float | None = None  # c, of c·tanh(logit / c); None leaves logits
+    softcap: float | None = None  # c of c·tanh(logit / c); None disables it
     unused: unused_ids.Ranges = ()  # ids that are left out as padding is
 
 
 class _Sums(NamedTuple):
-    """Of all tokens up to here; f32[N] each."""
+    """Running sums over the tokens so far, f32[N] each."""
 
     largest: Array  # m
     total: Array  # Σ exp(z - m)
@@ -83,9 +83,8 @@ def plan(
     softcap: float | None = None,
     unused: unused_ids.Ranges = (),
 ) -> Plan:
-    """Chunks of equal size, as few as leave no more than `max_logits` at a time."""
-    # Blocks that divide the head, so that each device of a sharded one has whole
-    # blocks.
+    """Plans the fewest chunks of equal size with at most `max_logits` logits each."""
+    # Blocks divide the head, so each device of a sharded head has whole blocks.
     blocks = math.gcd(rows, BLOCKS)
     size = rows // blocks
     # Rounded up twice: the fewest chunks that fit, then even ones.
@@ -101,11 +100,12 @@ def logprobs_and_entropy(
 
     Args:
       hidden: floats[N, D]. head: floats[V', D].
-      tokens: i32[N]; others than the tokens of the head have log-prob NaN.
+      tokens: i32[N]; a padding or unused id has log-prob -inf, an id that is not a row
+        of the head NaN.
 
     Returns:
       f32[N] each, nats. The gradient reaches `hidden`, `head` and `temperature`; a
-      position whose cotangents are 0 plays no part in it, whatever stands at it.
+      position whose cotangents are 0 contributes nothing, whatever its hidden state.
     """
     scale = jnp.asarray(temperature, jnp.float32)
     return _logprobs_and_entropy(plan, hidden, head, tokens, scale)
@@ -144,16 +144,16 @@ def _pass(
         rows, fresh = _rows(head, index, plan, hidden.dtype)
         # f32[N, A·chunk]: logits of one chunk, never of the whole vocabulary.
         z = jnp.where(fresh[None], _logits(hidden, rows, temperature, plan), NOWHERE)
-        # The maximum so far is taken off before every exp: sums never overflow.
+        # The largest logit so far is subtracted before every exp: sums never overflow.
         largest = jnp.maximum(sums.largest, jnp.max(z, axis=-1))
-        # Nothing is summed before the first chunk. Where all of it is left out, its sum
-        # is of NOWHERE, and the first chunk that has a token shrinks it to 0.
+        # Nothing is summed before the first chunk. Where a whole chunk is left out, its
+        # sum is over NOWHERE, and the first chunk with a token shrinks it to 0.
         down = jnp.where(sums.total > 0, sums.largest - largest, 0.0)
         above = z - largest[:, None]
         terms = jnp.exp(above)
         shrink = jnp.exp(down)
         total = shrink * sums.total + jnp.sum(terms, axis=-1)
-        # Terms are (z - m)·exp(z - m): a new m moves both factors of the earlier ones.
+        # A new m changes both factors of the earlier terms (z - m)·exp(z - m).
         moment = shrink * (sums.moment + down * sums.total)
         moment += jnp.sum(terms * above, axis=-1)
         at = _drawn(tokens, index, plan)
@@ -162,7 +162,7 @@ def _pass(
         return _Sums(largest, total, moment, picked), None
 
     zero = jnp.zeros(hidden.shape[:1], jnp.float32)
-    # A token that is left out cannot come; one that is no row of the head is a mistake.
+    # A token that is left out is impossible (-inf); an id beyond the head is a mistake.
     row = (tokens >= 0) & (tokens < head.shape[0])
     absent = jnp.where(row, -jnp.inf, jnp.nan)
     return _scan(step, _Sums(zero - jnp.inf, zero, zero, absent), plan)
@@ -174,7 +174,7 @@ def _backward(
     cotangents: tuple[Array | SymbolicZero, Array | SymbolicZero],
 ) -> tuple[Array, Array, None, Array]:
     hidden, head, tokens, temperature, log_sum, entropy = saved
-    # What no loss reads has a zero for a cotangent, whose work is left out.
+    # An entropy that no loss reads has a symbolic zero for a cotangent: skip its work.
     for_logprobs, for_entropy = (
         None if isinstance(x, SymbolicZero) else x for x in cotangents
     )
@@ -192,7 +192,7 @@ def _backward(
     def step(carry: tuple[Array, Array, Array], index: Array) -> tuple[Any, None]:
         for_hidden, for_head, inner = carry
         rows, fresh = _rows(head, index, plan, hidden.dtype)
-        # Tokens that play no part may hold anything; times 0 it must be 0.
+        # Rows that are left out may hold NaN, and 0 · NaN would reach the gradient.
         rows = jnp.where(fresh[:, None], rows, jnp.zeros_like(rows))
         scaled = _logits(live_hidden, rows, temperature, plan)
         z = scaled - log_sum
@@ -206,12 +206,11 @@ def _backward(
         if plan.softcap is not None:
             inner += jnp.sum(for_logits * scaled)
             for_logits *= 1 - jnp.square(scaled * (temperature / plan.softcap))
-        # Products of the backward pass run in the compute dtype, as those of the
-        # forward.
+        # The backward products run in the compute dtype, as the forward products do.
         for_logits = for_logits.astype(hidden.dtype)
         for_hidden += _product(for_logits, rows, 1, 0)
         for_rows = _product(for_logits, live_hidden, 0, 0).astype(head.dtype)
-        # A token is fresh in one chunk, and adds 0 where it comes again.
+        # Where chunks overlap, a token is fresh in one and adds 0 in the other.
         start = _start(index, plan)
         for_rows = for_rows.reshape(plan.blocks, plan.chunk, -1)
         for_rows += jax.lax.dynamic_slice_in_dim(for_head, start, plan.chunk, axis=1)
@@ -224,7 +223,7 @@ def _backward(
     empty = (
         jnp.zeros(hidden.shape, jnp.float32),
         jnp.zeros((plan.blocks, plan.size, head.shape[-1]), head.dtype),
-        jnp.zeros((), jnp.float32),  # ⟨l, its gradient⟩ / τ, of soft-capped logits
+        jnp.zeros((), jnp.float32),  # ⟨l, gradient of l⟩ / τ for soft-capped logits
     )
     # Gradients are carried from chunk to chunk: logits of one chunk live at a time.
     for_hidden, for_head, inner = _scan(step, empty, plan)
@@ -237,14 +236,14 @@ _logprobs_and_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _start(index: Array, plan: Plan) -> Array:
-    """The first place of chunk `index` in every block."""
+    """The first row of chunk `index` in every block."""
     return jnp.minimum(index * plan.chunk, plan.size - plan.chunk)
 
 
 def _rows(
     head: Array, index: Array, plan: Plan, dtype: jnp.dtype
 ) -> tuple[Array, Array]:
-    """Rows [A·chunk, D] of the head; bool[A·chunk], tokens of no earlier chunk."""
+    """Rows [A·chunk, D] of the head; bool[A·chunk], True at tokens to read."""
     start = _start(index, plan)
     blocks = head.reshape(plan.blocks, plan.size, -1)
     rows = jax.lax.dynamic_slice_in_dim(blocks, start, plan.chunk, axis=1)
@@ -257,7 +256,7 @@ def _rows(
 
 
 def _drawn(tokens: Array, index: Array, plan: Plan) -> Array:
-    """i32[N], where in chunk `index` the token is fresh; -1 where it is not."""
+    """i32[N], the place of each token in chunk `index`; -1 where it is not fresh."""
     block, place = jnp.divmod(tokens, plan.size)
     own = (place // plan.chunk == index) & (tokens >= 0) & (tokens < plan.vocab_size)
     if plan.unused:
@@ -273,7 +272,7 @@ def _logits(hidden: Array, rows: Array, temperature: Array, plan: Plan) -> Array
 
 
 def _product(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:
-    """Of two matrices, summed over an axis of each; in their dtype, to float32."""
+    """Product of two matrices over an axis of each, accumulated in float32."""
     axes = (((left_axis,), (right_axis,)), ((), ()))
     return jax.lax.dot_general(left, right, axes, preferred_element_type=jnp.float32)
 
@@ -281,6 +280,6 @@ def _product(left: Array, right: Array, left_axis: int, right_axis: int) -> Arra
 def _scan(
     step: Callable[[Any, Array], tuple[Any, None]], carry: Any, plan: Plan
 ) -> Any:
-    """`step` over the chunks' numbers."""
+    """Scans `step` over the indices of the chunks."""
     num_chunks = -(-plan.size // plan.chunk)
     return jax.lax.scan(step, carry, jnp.arange(num_chunks, dtype=jnp.int32))[0]

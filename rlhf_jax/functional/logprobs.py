@@ -48,7 +48,7 @@ def token_logprobs(
     checks.floating(logits=logits)
     checks.int32(tokens=tokens)
     checks.positive(temperature=temperature)
-    # The last position predicts a token that is not there.
+    # The last position predicts a token after the row's end.
     logprobs = log_softmax(logits[:, :-1], temperature=temperature)
     drawn = jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
     # Nothing predicts column 0.
@@ -63,7 +63,7 @@ def entropy(
     Nothing is shifted: entry t is about the token *after* tokens[:, t].
 
     Args:
-      logits: floats[..., V] of any precision; taken to float32.
+      logits: floats[..., V] of any precision; cast to float32.
 
     >>> print(entropy(jnp.array([[0.0, 0.0], [5.0, 5.0], [0.0, -jnp.inf]])))  # log 2, 0
     [ 0.693  0.693 -0.   ]
@@ -81,8 +81,8 @@ def log_softmax(
 ) -> Float32[Array, "*shape V"]:
     """log softmax(logits / temperature) in float32; -inf where a logit is -inf.
 
-    The gradient reaches both: -inf divided by a temperature has an infinite slope in
-    it, and so is left out of the division.
+    The gradient reaches both. A logit of -inf is not divided: its slope with respect to
+    the temperature would be infinite.
 
     >>> logits = jnp.array([0.0, 2.0, -jnp.inf])
     >>> print(log_softmax(logits, temperature=2.0))
@@ -115,9 +115,9 @@ def token_logprobs_from_hidden(
 
     The vocabulary is read in chunks, each for all positions at once. So a sharded batch
     stays sharded, and so does a head that is sharded over the vocabulary, on up to 16
-    devices that divide it. The backward pass rematerialises the logits of each chunk;
-    there is no forward mode (`jax.jvp`), but that of a gradient. Products are computed
-    in hidden's dtype and accumulated in float32.
+    devices that divide it. The backward pass rematerialises the logits of each chunk.
+    `jax.jvp` works on the gradient, not on the function. Products are computed in
+    hidden's dtype and accumulated in float32.
 
     Args:
       hidden: floats[B, S, D], the last layer's output after its norm.
@@ -129,7 +129,7 @@ def token_logprobs_from_hidden(
         P gives the response alone.
       max_logits: logits in memory at a time, on all devices together. The least is 16
         tokens of the vocabulary for every position (fewer if 16 does not divide V').
-      unused: ranges of ids below `vocab_size` that no token has; their rows have no
+      unused: ranges of ids below `vocab_size` that are not tokens; their rows have no
         effect either, and their log-prob is -inf.
 
     Returns:
@@ -160,18 +160,18 @@ def token_logprobs_from_hidden(
     checks.within(
         least=1,
         most=padded,
-        advice="pass the size of the true vocabulary, of rows of head",
+        advice="pass the true vocabulary's size, at most the rows of head",
         vocab_size=vocab_size,
     )
     unused_ids.check(unused, vocab_size=vocab_size)
 
-    # Columns that are not computed are put back as zeros, so that t is still t.
+    # Columns that are not computed are padded with zeros, so that columns keep their t.
     before = ((0, 0), (min(first_column, columns), 0))
     if first_column >= columns or batch == 0:
         zeros = jnp.zeros((batch, columns), jnp.float32)
         return zeros, zeros
     predicted = tokens[:, first_column:]
-    # Rows and columns as one axis: products of matrices, the fastest everywhere.
+    # Rows and columns become one axis: plain matrix products are fastest everywhere.
     flat = logprob_chunks.logprobs_and_entropy(
         hidden[:, first_column - 1 : -1].reshape(predicted.size, -1),
         head,

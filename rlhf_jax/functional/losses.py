@@ -1,4 +1,4 @@
-"""Losses: each returns (loss f32[], stats) and names the arguments with a gradient.
+"""Losses: each returns (loss f32[], stats) and states which arguments have a gradient.
 
 A loss is a sum over the mask divided by a count. With the count of the whole minibatch
 (`num_tokens`, `num_responses`, `num_pairs`), the losses of its micro-batches *add up*
@@ -64,7 +64,7 @@ Stats = masked.Stats
 
 
 def __getattr__(name: str) -> Any:
-    """Losses over preferences, which policy gradients have no use for."""
+    """Loads the losses over preferences on first use: policy gradients need none."""
     if name not in __all__:
         raise AttributeError(f"{__name__} has no name {name!r}")
     from rlhf_jax.functional import preference_losses
@@ -91,9 +91,9 @@ def policy_loss(
 
     ρ = exp(logprobs - old_logprobs), clip(ρ) = clip(ρ, 1 - ε, 1 + ε_high). With a dual
     clip the loss of a token with A < 0 is at most -cA: its gradient is 0 where ρ > c.
-    Without a dual clip -ρA can exceed the range of float32. It is then capped at
-    e^88.72, value and slope (`surrogates.capped_exp`). With `ratio_level` ρ is the
-    ratio of the response, to the power of 1/length (GSPO).
+    Without a dual clip -ρA can exceed the range of float32. Its value and slope are
+    then capped at e^88.72 (`surrogates.capped_exp`). At the ratio levels "sequence" and
+    "sequence_token" ρ is the ratio of the response, to the power of 1/length (GSPO).
 
     Args:
       logprobs, old_logprobs: f32[B, S], nats; column t is about tokens[:, t].
@@ -101,15 +101,15 @@ def policy_loss(
       clip_range: ε, dimensionless.
       clip_range_high: ε_high, dimensionless; None is ε. DAPO: 0.28 with an ε of 0.2.
       dual_clip: dual-clip bound c > 1; None disables it. The source uses 3.
-      ratio_level: what ρ is (`surrogates.at_level`).
-      aggregation, loss_scale_factor, num_tokens, num_responses: of `token_weights`.
+      ratio_level: ρ of a token or of its response (`surrogates.at_level`).
+      aggregation, loss_scale_factor, num_tokens, num_responses: see `token_weights`.
 
     Returns:
       f32[] loss and {name: (sum, weight)}. The gradient reaches `logprobs` and, where
       they bind, the clip ranges and the dual clip. `loss/policy`: the loss, by
       `aggregation`. The others are means over tokens under every aggregation.
-      `policy/approxkl`: ½(log ratio of the token)², nats per token, k2 between the
-      policy before and after the update (not of the reference).
+      `policy/approxkl`: ½(log ratio of the token)², nats per token: k2 between the
+      policy before and after the update, not to the reference.
       `policy/clipfrac`: share of tokens where the clipped term is the larger one.
       `policy/dual_clipfrac`, with a dual clip: share of tokens at its bound.
       `policy/overflowfrac`: share of tokens whose -ρA is capped. `policy/ratio_mean`,
@@ -141,15 +141,13 @@ def policy_loss(
     )
     if clip_range_high is None:
         clip_range_high = clip_range
-    # A coefficient, whatever the caller computed it from: nothing is learned through
-    # it.
+    # Advantages are coefficients, even where the caller computed them from a model.
     advantages = jax.lax.stop_gradient(jnp.where(mask, advantages, 0.0))
     log_ratio = jnp.where(mask, logprobs - jax.lax.stop_gradient(old_logprobs), 0.0)
-    # Of single tokens whatever the level: `policy/approxkl` stays comparable.
+    # Of single tokens at every level, so that `policy/approxkl` stays comparable.
     token_log_ratio = jax.lax.stop_gradient(log_ratio)
     log_ratio = surrogates.at_level(log_ratio, mask=mask, ratio_level=ratio_level)
-    # For the log alone, before the bounds below change what is differentiated; it may
-    # be inf.
+    # For the statistics only, before the bounds below act; it may be inf.
     true_ratio = jnp.exp(jax.lax.stop_gradient(log_ratio))
     shares = {}
     if dual_clip is not None:
@@ -164,8 +162,7 @@ def policy_loss(
     # Where A < 0, -ρA as one exponential: it may be finite where ρ is not.
     product = log_ratio + jnp.log(jnp.where(advantages < 0, -advantages, 1.0))
     large = (advantages < 0) & (log_ratio > 0)
-    # Everywhere else the plain product is used, so that ordinary tokens are as
-    # published.
+    # Everywhere else the plain product is used, as published.
     large &= jnp.maximum(log_ratio, product) > surrogates.LARGE
     # The branch that is not taken must be finite, too: inf · 0 in its gradient is NaN.
     ratio = jnp.exp(jnp.where(large, 0.0, log_ratio))
@@ -203,7 +200,7 @@ def entropy_bonus(
     Args:
       entropy: f32[B, S], nats; column t is about the distribution that tokens[:, t] was
         drawn from.
-      aggregation, loss_scale_factor, num_tokens, num_responses: of `token_weights`.
+      aggregation, loss_scale_factor, num_tokens, num_responses: see `token_weights`.
 
     Returns:
       f32[] loss, nats per token, and {name: (sum, weight)}. The gradient reaches
@@ -252,25 +249,12 @@ def language_model_loss(
     >>> mask = jnp.array([[False, True, True]])
     >>> print(language_model_loss(logprobs=logprobs, mask=mask)[0])  # 1.5 log 2
     1.04
-    >>> whole = jnp.array(6.0)  # tokens of the minibatch that this is a part of
+    >>> whole = jnp.array(6.0)  # tokens of the whole minibatch
     >>> print(language_model_loss(logprobs=logprobs, mask=mask, num_tokens=whole)[0])
     0.347
     """
     checks.masked_floats(mask, logprobs=logprobs)
-    losses = -logprobs
-    # Stats are of this part alone, while the loss divides by the whole minibatch's
-    # count.
-    stats = masked.sum_stats({"loss/language_model": losses}, mask=mask)
-    return _per_token(losses, mask, num_tokens), stats
-
-
-def _per_token(x: Array, mask: Array, count: Array | None) -> Array:
-    """Σ m·x / count, the count of the mask where None."""
-    if count is None:
-        return masked.masked_mean(x, mask=mask)
-    checks.shape((), count=count)
-    count = jax.lax.stop_gradient(jnp.asarray(count, jnp.float32))
-    return masked.masked_sum(x, mask=mask) / jnp.maximum(count, 1.0)
+    return aggregate("loss/language_model", -logprobs, mask, num_tokens=num_tokens)
 
 
 def value_loss(
@@ -290,10 +274,10 @@ def value_loss(
     V_clip = clip(V, V_old - ε, V_old + ε).
 
     Args:
-      values, old_values, returns: f32[B, S], reward units; column t is the state
+      values, old_values, returns: f32[B, S], reward units; column t is about the state
         just before tokens[:, t].
       clip_range: ε, reward units; None does not clip.
-      aggregation, loss_scale_factor, num_tokens, num_responses: of `token_weights`.
+      aggregation, loss_scale_factor, num_tokens, num_responses: see `token_weights`.
 
     Returns:
       f32[] loss and {name: (sum, weight)}. The gradient reaches `values` and, where it
@@ -315,7 +299,7 @@ def value_loss(
     """
     checks.masked_floats(mask, values=values, old_values=old_values, returns=returns)
     values = jnp.where(mask, values, 0.0)
-    # Targets and old values are data of the rollout, not functions of the critic now.
+    # Returns and old values are data of the rollout, not functions of the critic now.
     old_values = jax.lax.stop_gradient(jnp.where(mask, old_values, 0.0))
     returns = jax.lax.stop_gradient(jnp.where(mask, returns, 0.0))
     clipped_values = values
@@ -346,10 +330,10 @@ def explained_variance(
     returns: Float32[Array, "*shape"],
     mask: Bool[Array, "*shape"],
 ) -> Stats:
-    """1 - Var(R - V) / Var(R), as sums: (Σ(R-R̄)² - Σ(E-Ē)², Σ(R-R̄)²), E = R - V.
+    """1 - Var(R - V) / Var(R) as sums: (Σ(R-R̄)² - Σ(E-Ē)², Σ(R-R̄)²), E = R - V.
 
-    Variances are about the mean of the arguments, so pass the whole rollout, never a
-    micro-batch: parts that are added each have a mean of their own.
+    Pass the whole rollout, never a micro-batch: variances are taken about the mean of
+    the arguments, and every micro-batch has its own.
 
     Args:
       values, returns: f32[B, S], reward units.
@@ -372,7 +356,7 @@ def explained_variance(
     errors = returns - jnp.where(mask, values, 0.0)
     count = jnp.sum(mask, dtype=jnp.float32)
     spread = count * masked.masked_var(returns, mask=mask)
-    # Sums, not a ratio: the division comes when all parts are added.
+    # Sums, not a ratio: `mean_stats` divides once all parts are added.
     unexplained = count * masked.masked_var(errors, mask=mask)
     pair = jax.lax.stop_gradient((spread - unexplained, spread))
     return {"value/explained_variance": pair}

@@ -97,7 +97,7 @@ def masked_mean(
     [1.5 0. ]
     """
     checks.masked_floats(mask, x=x)
-    # Added at the end: the centre is exact where all numbers are equal, and rest is 0.
+    # Where all numbers are equal the centre is exact and the rest is 0.
     return jnp.add(*_mean_in_two(x, mask, axis=axis))
 
 
@@ -116,7 +116,7 @@ def centred(
     >>> centre, rest, deviation = centred(x, mask=jnp.array([True, True, False]))
     >>> print(centre + rest, deviation)
     2.0 [-1.  1.  0.]
-    >>> x = jnp.array([2.0**24, 2.0**24 + 2, 2.0**24 + 2])  # the mean is no float32
+    >>> x = jnp.array([2.0**24, 2.0**24 + 2, 2.0**24 + 2])  # the mean is not a float32
     >>> centre, rest, deviation = centred(x, mask=jnp.array([True, True, True]))
     >>> print(deviation)
     [-1.333  0.667  0.667]
@@ -127,17 +127,17 @@ def centred(
 
 
 def _mean_in_two(x: Array, mask: Array, *, axis: int | None) -> tuple[Array, Array]:
-    """A rounded mean, without gradient, and the mean of what is left above it."""
+    """The mean as a rounded centre, without gradient, plus the mean of x - centre."""
     count = jnp.sum(mask, axis=axis, dtype=jnp.float32, keepdims=True)
     count = jnp.maximum(count, 1.0)
     sums = {"axis": axis, "where": mask, "keepdims": True}
-    # The centre is a constant of the second pass: its gradient would cancel out there.
+    # The centre is a constant of the second pass, where its gradient would cancel out.
     fixed = jax.lax.stop_gradient(x)
-    # No mean lies outside of its numbers, however its sum rounds or overflows.
+    # A mean lies between its smallest and largest number, however the sum rounds.
     low = jnp.min(fixed, initial=jnp.inf, **sums)
     high = jnp.max(fixed, initial=-jnp.inf, **sums)
     centre = jnp.clip(jnp.sum(fixed, **sums) / count, low, high)
-    # An empty mask has inf and -inf as its ends.
+    # The bounds of an empty mask are inf and -inf.
     centre = jnp.where(jnp.isfinite(centre), centre, 0.0)
     rest = jnp.sum(x - centre, **sums) / count
     return jnp.squeeze(centre, axis=axis), jnp.squeeze(rest, axis=axis)
@@ -146,7 +146,7 @@ def _mean_in_two(x: Array, mask: Array, *, axis: int | None) -> tuple[Array, Arr
 def masked_var(
     x: Float32[Array, "*shape"], *, mask: Bool[Array, "*shape"], ddof: int = 0
 ) -> Float32[Array, ""]:
-    """Σ m·(x - mean)² / (Σ m - ddof), over everything and in two passes.
+    """Σ m·(x - mean)² / (Σ m - ddof), over all axes, in two passes.
 
     Args:
       ddof: 0 is the biased variance (OAI, N+), 1 the unbiased one (TRL).
@@ -194,7 +194,7 @@ def masked_whiten(
     [1. 3. 0.]
     """
     centre, rest, deviation = centred(x, mask=mask)
-    # Differentiable in x: whoever whitens advantages stops the gradient there.
+    # Differentiable in x: losses stop the gradient of advantages themselves.
     scale = jax.lax.rsqrt(masked_var(x, mask=mask, ddof=ddof) + _VARIANCE_FLOOR)
     whitened = deviation * scale
     if shift_mean:
@@ -205,8 +205,8 @@ def masked_whiten(
 Stats = dict[str, tuple[Array, Array | None]]
 """{name: (sum, weight)}: a mean before its division, so that parts add exactly.
 
-A weight of None marks a maximum (`policy/ratio_max`): of two parts the larger one is
-kept. `add_stats`, `total_stats` and `mean_stats` handle both kinds.
+A weight of None marks a maximum (`policy/ratio_max`): the larger of two parts is kept.
+`add_stats`, `total_stats` and `mean_stats` handle both kinds.
 """
 
 
@@ -234,14 +234,14 @@ def sum_stats(
 
 
 def add_stats(left: Stats, right: Stats) -> Stats:
-    """The statistics of two parts (micro-batches, steps) together.
+    """Adds the statistics of two parts (micro-batches, steps).
 
     Args:
       left, right: {name: (sum, weight)} under the same names.
 
     Returns:
-      {name: (sum, weight)}: sums and weights are added, of two maxima (weight None) the
-      larger one is kept.
+      {name: (sum, weight)}: sums and weights are added; the larger of two maxima
+      (weight None) is kept.
 
     Raises:
       ValueError: the names differ.
@@ -259,16 +259,16 @@ def add_stats(left: Stats, right: Stats) -> Stats:
             f"expected equal names, got {sorted(left)} and {sorted(right)}; add "
             "statistics of one function, or merge the two dictionaries with |"
         )
-    # None is no leaf: a maximum keeps its weight of None, and `total_stats` sees it.
+    # None is not a leaf: a maximum keeps its weight of None, and `total_stats` sees it.
     stacked = jax.tree.map(lambda *parts: jnp.stack(parts), left, right)
     return total_stats(stacked)
 
 
 def merge_stats(*parts: Stats) -> Stats:
-    """The statistics of several sources, under different names, in any order.
+    """Merges the statistics of several sources, whose names must differ.
 
     Raises:
-      ValueError: two sources have the same name, of which one would be lost.
+      ValueError: two sources have a name in common, so that one would be lost.
 
     >>> loss = {"loss": (jnp.array(9.0), jnp.array(4.0))}
     >>> kl = {"kl": (jnp.array(2.0), jnp.array(4.0))}
@@ -293,7 +293,7 @@ def merge_stats(*parts: Stats) -> Stats:
 
 
 def total_stats(stats: Stats) -> Stats:
-    """The statistics of parts that are stacked along the leading axis, as by `scan`.
+    """Adds the statistics of parts stacked along the leading axis, as by `scan`.
 
     Args:
       stats: {name: (f32[N, ...], f32[N, ...])} of N parts; a weight of None marks a
@@ -315,7 +315,7 @@ def total_stats(stats: Stats) -> Stats:
 
 
 def mean_stats(stats: Stats) -> dict[str, Array]:
-    """{name: sum / weight}: the division, once all parts are added.
+    """{name: sum / weight}, to be taken once all parts are added.
 
     Returns:
       {name: mean}; 0 where the weight is 0. Maxima are returned as they are.

@@ -1,8 +1,8 @@
-"""Probability ratios, and the surrogates without PPO's clip: CISPO and SAPO.
+"""Probability ratios, and the surrogates CISPO and SAPO.
 
-CISPO bounds the ratio as a weight, SAPO closes a soft gate:
+CISPO clips the ratio as a constant weight, SAPO has a soft gate in place of the clip:
 
-                 gradient of a token's loss, by its log-prob
+                 gradient of a token's loss with respect to its log-prob
     policy_loss  -ρA where the clip does not bind, else 0
     CISPO        -min(max(ρ, 1 - ε), 1 + ε_high)·A     no token is left out
     SAPO         -4·σ(1 - σ)·ρA,  σ = sigmoid(τ(ρ - 1))   falls off smoothly
@@ -22,25 +22,27 @@ from rlhf_jax.functional import checks, masked
 from rlhf_jax.functional.aggregation import Mean, aggregate
 
 Array = jax.Array
+Scalar = checks.Scalar
+Stats = masked.Stats
 LARGE = 80.0  # nats: products above e^80 are computed as sums of logs
 LARGEST = 88.72  # nats: e^88.72 is the largest exponential in float32
 
 Divergence = Literal["tv", "kl"]
-"""Of the sampled token against all others: total variation |π - μ|, or KL(μ ‖ π)."""
+"""Over the sampled token and all others: total variation |π - μ|, or KL(μ ‖ π)."""
 
 RatioLevel = Literal["token", "sequence", "sequence_token"]
-"""What the probability ratio ρ of a token is.
+"""The probability ratio ρ that the loss of a token reads.
 
-token: of the token itself.
-sequence: of its response, to the power of 1/length: the geometric mean of the ratios of
-its tokens, and the gradient of that mean (GSPO).
-sequence_token: the same number with the gradient of the token's own log-prob, for
+token: the ratio of the token itself.
+sequence: the ratio of its response, to the power of 1/length, which is the geometric
+mean of the ratios of its tokens (GSPO).
+sequence_token: the same number, with the gradient of the token's own log-prob, for
 advantages that differ within a response (GSPO-token).
 """
 
 
 def capped_exp(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """exp(min(x, 88.72)), with a slope that is equal to the value above 88.72 as well.
+    """exp(min(x, 88.72)), whose slope equals its value above 88.72 too.
 
     The slope at infinity is 0.
 
@@ -52,8 +54,8 @@ def capped_exp(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
     >>> print(jnp.isfinite(capped_exp(jnp.array([80.0, 1000.0, jnp.inf]))))
     [ True  True  True]
     """
-    # Value and slope apart: min(x, ·) by itself has slope 0 above the bound, and a
-    # token that is far off would get no gradient back.
+    # min(x, ·) alone has slope 0 above the bound: a token far off would get no gradient
+    # that brings it back.
     capped = jnp.exp(jax.lax.stop_gradient(jnp.minimum(x, LARGEST)))
     finite = jnp.where(jnp.isinf(x), 0.0, x)
     return capped * (1.0 + (finite - jax.lax.stop_gradient(finite)))
@@ -65,20 +67,20 @@ def at_level(
     mask: Bool[Array, "*shape"],
     ratio_level: RatioLevel,
 ) -> Float32[Array, "*shape"]:
-    """log ρ of each token at a level, from the log-ratios of single tokens.
+    """log ρ of each token at a ratio level, from the log-ratios of single tokens.
 
         token             log ρ_t = x_t
         sequence          log ρ_t = log s,  log s = (1/len) Σ_t m·x_t
         sequence_token    log ρ_t = sg(log s) + x_t - sg(x_t)
 
-    Where the advantages of a response are all equal, as over groups, the last two have
-    the same gradient under every aggregation.
+    Where all advantages of a response are equal, as group advantages are, the last two
+    have the same gradient under every aggregation.
 
     Args:
       log_ratio: f32[B, S], nats, x = log π - log π_old; the gradient reaches it.
 
     Returns:
-      f32[B, S], nats, 0 outside the mask (as it is, for token).
+      f32[B, S], nats, 0 outside the mask; for token, `log_ratio` itself.
 
     Source: Zheng et al. 2025 (GSPO), arXiv:2507.18071, eq. 7 and 14.
 
@@ -100,13 +102,9 @@ def at_level(
     mean = jnp.broadcast_to((total / length)[:, None], mask.shape)
     if ratio_level == "sequence_token":
         own = jnp.where(mask, log_ratio, 0.0)
-        # Adds 0 to the value, and to the gradient that of the token itself.
+        # Adds 0 to the value, and the token's own gradient.
         mean = jax.lax.stop_gradient(mean) + (own - jax.lax.stop_gradient(own))
     return jnp.where(mask, mean, 0.0)
-
-
-Scalar = checks.Scalar
-Stats = masked.Stats
 
 
 def cispo_loss(
@@ -122,20 +120,20 @@ def cispo_loss(
 ) -> tuple[Float32[Array, ""], Stats]:
     """CISPO, the mean of -sg(w)·A·log π with w = clip(ρ, 1 - ε, 1 + ε_high).
 
-    The weight has no gradient, so every token keeps one, however far its ratio is.
+    The clip acts on the weight alone, so every token has a gradient, whatever its
+    ratio. The value of the loss has no meaning of its own.
 
     Args:
       clip_range: ε, dimensionless; 1 or more is no lower bound, as published.
       clip_range_high: ε_high, dimensionless: the weight is at most 1 + ε_high.
-      ratio_level: what ρ is (`at_level`); the two levels of a sequence are one here, as
-        the weight has no gradient.
-      the others: those of `losses.policy_loss`.
+      ratio_level: ρ of a token or of its response (`at_level`); both sequence levels
+        are the same here, as the weight has no gradient.
+      the others: as in `losses.policy_loss`.
 
     Returns:
-      f32[] loss and {name: (sum, weight)}, those of `losses.policy_loss` except the
-      dual clip and the overflow: `policy/clipfrac` is the share of tokens whose weight
-      is bounded. The gradient reaches `logprobs` only, and no clip range. The loss
-      itself is no distance from anything; its gradient is what matters.
+      f32[] loss and {name: (sum, weight)} as in `losses.policy_loss`, without dual clip
+      and overflow; `policy/clipfrac` is the share of tokens whose weight is clipped.
+      The gradient reaches `logprobs` only, and no clip range.
 
     Source: MiniMax 2025 (MiniMax-M1), arXiv:2506.13585, eq. 4 and 5.
 
@@ -155,7 +153,7 @@ def cispo_loss(
     level = at_level(log_ratio, mask=mask, ratio_level=ratio_level)
     ratio = jnp.exp(level)
     weight = jnp.clip(ratio, 1.0 - clip_range, 1.0 + clip_range_high)
-    # The weight says how much a token counts; log π below carries the whole gradient.
+    # The weight is a coefficient; log π below carries the whole gradient.
     weight = jax.lax.stop_gradient(weight)
     loss, stats = aggregate(
         "loss/policy",
@@ -163,7 +161,7 @@ def cispo_loss(
         mask,
         **mean,
     )
-    # Exact: the clip returns the ratio to the bit where it does not act.
+    # Exact: the clip returns the ratio itself where it does not act.
     bounded = (weight != ratio).astype(jnp.float32)
     stats |= masked.sum_stats({"policy/clipfrac": bounded}, mask=mask)
     return loss, stats | ratio_stats(log_ratio, ratio, mask=mask)
@@ -186,14 +184,14 @@ def sapo_loss(
     τ is `temperature` where A > 0, `negative_temperature` elsewhere.
 
     Args:
-      temperature, negative_temperature: τ, dimensionless, above 0; published are 1 and
-        1.05, since pushing tokens down spreads over the whole vocabulary.
-      the others: those of `losses.policy_loss`.
+      temperature, negative_temperature: τ, dimensionless, above 0. Published are 1 and
+        1.05: a token that is pushed down moves the whole vocabulary.
+      the others: as in `losses.policy_loss`.
 
     Returns:
-      f32[] loss and {name: (sum, weight)}, those of `losses.policy_loss` about ratios,
-      and `policy/gate`: the mean slope of f, 1 where the policy has not moved. The
-      gradient reaches `logprobs` and both temperatures.
+      f32[] loss and {name: (sum, weight)}: the ratio statistics of
+      `losses.policy_loss`, and `policy/gate`: the mean slope of f, 1 where the policy
+      has not moved. The gradient reaches `logprobs` and both temperatures.
 
     Source: Gao et al. 2025, arXiv:2511.20347, eq. 5 to 7.
 
@@ -212,7 +210,7 @@ def sapo_loss(
     checks.positive(temperature=temperature, negative_temperature=negative_temperature)
     level = at_level(log_ratio, mask=mask, ratio_level=ratio_level)
     true_ratio = jax.lax.stop_gradient(jnp.exp(level))
-    # Before exp: there the gate is shut, and the gradient of infinity would be NaN.
+    # Before exp: the gate is shut there, and the gradient of infinity would be NaN.
     ratio = jnp.exp(jnp.where(level > LARGE, LARGE, level))
     tau = jnp.where(advantages > 0, temperature, negative_temperature)
     tau = tau.astype(jnp.float32)
@@ -235,7 +233,7 @@ def ratio_stats(
     *,
     mask: Bool[Array, "*shape"],
 ) -> Stats:
-    """What every surrogate reports of its ratios.
+    """The ratio statistics that every surrogate reports.
 
     Args:
       log_ratio: f32[B, S], nats, of single tokens.
@@ -259,7 +257,7 @@ def ratio_stats(
         },
         mask=mask,
     )
-    # A maximum (weight None): of parts the larger is kept, not a mean of maxima.
+    # A weight of None marks a maximum, which is not averaged over parts.
     largest = jax.lax.stop_gradient(jnp.max(ratio, where=mask, initial=0.0))
     return stats | {"policy/ratio_max": (largest, None)}
 
@@ -270,7 +268,7 @@ def masked_inputs(
     advantages: Float32[Array, "*shape"],
     mask: Bool[Array, "*shape"],
 ) -> tuple[Float32[Array, "*shape"], Float32[Array, "*shape"]]:
-    """What a surrogate reads, 0 outside the mask.
+    """Checks the inputs of a surrogate, and sets them to 0 outside the mask.
 
     Returns:
       log π - log π_old, f32[...], nats, whose gradient reaches `logprobs` only; and the

@@ -1,4 +1,4 @@
-"""One score per response and one KL per token -> one reward per token."""
+"""Rewards per token, from one score per response and one KL per token."""
 
 from __future__ import annotations
 
@@ -28,25 +28,26 @@ def token_rewards(
         kl         ·    ·    2    1    3    ·
         rewards    0    0   -2β  -β  -3β+s  0
 
-    In an episode of several turns each turn's reward is on the last token of the turn,
-    and the last token has what they leave of the score:
+    In an episode of several turns, the reward of each earlier turn is on its last
+    token, and the last token of the episode gets the rest of the score:
 
         mask            0    1    1    0    0    1    1
         turn_rewards    0    0    a    0    0    0    0
         rewards         0    0    a    0    0    0   s-a     without KL
 
     Args:
-      scores: f32[B], reward units, one per response; of an episode, of all its turns.
+      scores: f32[B], reward units, one per response, or the sum over the turns of an
+        episode.
       kl: f32[B, S], nats per token by any estimator; None is no penalty.
       kl_coef: β, f32[] or float, reward units per nat.
       score_mask: bool[B, S], the score is added at the last True of a row; None is
-        `mask`. PPO in the variant N+ passes one that is a column longer.
-      turn_rewards: f32[B, S], reward units, of the turns before the last; a part of
-        scores, not read outside the mask. None is none.
+        `mask`. PPO in the variant N+ passes a mask that is one column longer.
+      turn_rewards: f32[B, S], reward units of the turns before the last, which `scores`
+        includes; not read outside the mask. None is a single turn.
 
     Returns:
-      f32[B, S], reward units, 0 outside the mask. A row whose mask is empty has reward
-      0 everywhere: its score is not counted. The gradient reaches every float.
+      f32[B, S], reward units, 0 outside both masks. A row whose masks are empty has
+      reward 0 everywhere: its score is not counted. The gradient reaches every float.
 
     Source: Ziegler et al. 2019, arXiv:1909.08593, eq. 2.
 
@@ -74,14 +75,14 @@ def token_rewards(
         score_rewards = jnp.where(columns == last, scores[:, None], 0.0)
     else:
         checks.masked_floats(mask, turn_rewards=turn_rewards)
-        # The last token has the rest, so that the rewards of a row add up to its score.
+        # The last token gets the rest, so the rewards of a row add up to its score.
         earlier = jnp.where(mask, turn_rewards, 0.0)
         rest = scores[:, None] - earlier.sum(axis=1, keepdims=True)
         score_rewards = earlier + jnp.where(columns == last, rest, 0.0)
     if kl is None:
         return score_rewards
     checks.masked_floats(mask, kl=kl)
-    # Selected first: β · NaN of a masked token would reach GAE.
+    # Select first: β · NaN of a masked token would reach GAE.
     return score_rewards - kl_coef * jnp.where(mask, kl, 0.0)
 
 

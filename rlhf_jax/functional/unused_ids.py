@@ -1,9 +1,9 @@
-"""Ids of a vocabulary that no token has: their probability is 0 in every role.
+"""Ids of a vocabulary that are not tokens: their probability is 0 in every role.
 
 Embeddings often have more rows than the tokenizer has tokens (Qwen 2.5: 151,936 rows
 for 151,665 tokens), and some tokenizers leave holes between their ids. Such ids are
-ranges, (start, stop) of each, in order and apart: a static, hashable value. Under `jit`
-they are comparisons with an iota, and nothing at all where there are none.
+given as ranges (start, stop), in order and apart: a static, hashable value. Under `jit`
+they become comparisons with an iota; an empty tuple adds no operation.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from rlhf_jax.functional.checks import InputError
 Array = jax.Array
 Ranges = tuple[tuple[int, int], ...]
 
-MOST_COMPARED = 8  # ranges; more are searched
+MOST_COMPARED = 8  # ranges compared one by one; more use a binary search
 
 
 def beside(used: Iterable[int], *, vocab_size: int) -> Ranges:
-    """The ids below `vocab_size` that are not used, as ranges.
+    """Returns the ids below `vocab_size` that are not in `used`, as ranges.
 
     >>> beside([0, 1, 3], vocab_size=6)
     ((2, 3), (4, 6))
@@ -32,13 +32,13 @@ def beside(used: Iterable[int], *, vocab_size: int) -> Ranges:
     ()
     """
     ids = sorted({i for i in used if 0 <= i < vocab_size})
-    # A vocabulary may be said to have 2**31 ids: what is between the used ones counts.
+    # From the gaps between used ids: a config may claim a vocabulary of 2**31 ids.
     gaps = zip([-1, *ids], [*ids, vocab_size], strict=True)
     return tuple((one + 1, other) for one, other in gaps if one + 1 < other)
 
 
 def check(ranges: Ranges, *, vocab_size: int) -> None:
-    """Checks that ranges are in order, apart, and leave an id of the vocabulary.
+    """Checks that ranges are in order and apart, and do not cover the vocabulary.
 
     Raises:
       InputError: they are not.
@@ -65,7 +65,7 @@ def check(ranges: Ranges, *, vocab_size: int) -> None:
 
 
 def listed(ranges: Ranges) -> list[int]:
-    """Every id in the ranges.
+    """Returns every id in the ranges.
 
     >>> listed(((2, 3), (4, 6)))
     [2, 4, 5]
@@ -76,7 +76,7 @@ def listed(ranges: Ranges) -> list[int]:
 
 
 def count(ranges: Ranges) -> int:
-    """How many ids the ranges have.
+    """Counts the ids in the ranges.
 
     >>> count(((2, 3), (4, 6)))
     3
@@ -87,7 +87,7 @@ def count(ranges: Ranges) -> int:
 
 
 def contain(ranges: Ranges, ids: Int32[Array, "*shape"]) -> Bool[Array, "*shape"]:
-    """Whether each id is in one of the ranges.
+    """True where an id is in one of the ranges.
 
     >>> print(contain(((2, 3), (4, 6)), jnp.arange(7)))
     [False False  True False  True  True False]
@@ -104,10 +104,10 @@ def contain(ranges: Ranges, ids: Int32[Array, "*shape"]) -> Bool[Array, "*shape"
 
 
 def masked(logits: Array, ranges: Ranges) -> Array:
-    """Logits with -inf at ids in the ranges; the same array where there are none.
+    """Sets the logits of ids in the ranges to -inf; returns the array itself for ().
 
     Args:
-      logits: f32[..., V], one of every id of the vocabulary.
+      logits: f32[..., V], one for every id of the vocabulary.
 
     Returns:
       f32[..., V]. No gradient reaches an id in the ranges.

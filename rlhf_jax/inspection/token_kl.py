@@ -1,4 +1,4 @@
-"""KL of a text, token by token: where a policy and its reference disagree.
+"""The command `rlhf-jax kl`: the KL of a text, token by token.
 
     rlhf-jax kl --policy RUN/model --reference gpt2 --text text.txt --html text.html
 
@@ -29,20 +29,20 @@ from rlhf_jax.inspection import token_logprobs
 from rlhf_jax.inspection.token_logprobs import Divergence, Token
 from rlhf_jax.runs import folder, receipt, report, write_errors
 
-MARK = b'content="rlhf-jax kl"'  # of every page that is written here
-LARGEST = 10  # tokens in the table of those with the largest KL
+MARK = b'content="rlhf-jax kl"'  # in every page written by this command
+LARGEST = 10  # tokens in the table of largest KL
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Which text, which two models, and where to show the result."""
+    """The text, the two models, and the outputs."""
 
     policy: str
     """Checkpoint folder or hub id of the policy."""
     reference: str
-    """Checkpoint folder or hub id of the reference; its vocabulary is the policy's."""
+    """Checkpoint folder or hub id of the reference; must have the same vocabulary."""
     text: Path | None = None
-    """The file with the text. Give this option or --prompt."""
+    """File with the text. Give this option or --prompt."""
     prompt: str | None = None
     """The text itself. Give this option or --text."""
     html: Path | None = None
@@ -50,12 +50,12 @@ class Options:
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer; None takes the one in --policy."""
     temperature: float = 1.0
-    """Divides the logits of both models. The temperature of the rollouts shows the KL
-    of training."""
+    """Temperature that divides the logits of both models. That of the rollouts shows
+    the KL of training."""
     alternatives: int = 3
-    """How many of the policy's most likely tokens --html shows at each place."""
+    """Number of the policy's most likely tokens that --html shows at each place."""
     limit: float = 2.0
-    """KL at which a colour is full, nats."""
+    """KL at which a token's colour is saturated, nats."""
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.prompt is None):
@@ -75,7 +75,7 @@ def _is_page(path: Path) -> bool:
 
 
 def summary(tokens: Sequence[Token]) -> str:
-    """One line: the tokens, the sums of k1 and exact KL, the perplexity under both."""
+    """Returns a line with the number of tokens, both KL sums, and both perplexities."""
     predicted = [token.divergence for token in tokens if token.divergence is not None]
     k1 = math.fsum(divergence.k1 for divergence in predicted)
     exact = math.fsum(divergence.exact for divergence in predicted)
@@ -90,10 +90,11 @@ def summary(tokens: Sequence[Token]) -> str:
 
 
 def coloured(tokens: Sequence[Token], *, limit: float) -> Text:
-    """The text for a terminal: blue where the policy is more likely, orange where less.
+    """Returns the text coloured for a terminal, below a legend.
 
-    Spaces show as dots and line breaks as ⏎; the legend stands above. A colour is full
-    at `limit`, nats.
+    Tokens are blue if they are more likely under the policy than under the reference,
+    and orange if less. Colours are saturated at `limit`, nats. Spaces are shown as dots
+    and line breaks as ⏎.
     """
     shown = Text("k1 [nats]  ")
     for share in (-1.0, -0.5, 0.0, 0.5, 1.0):
@@ -108,7 +109,6 @@ def coloured(tokens: Sequence[Token], *, limit: float) -> Text:
 
 
 def _terminal_style(share: float) -> str:
-    """Black on a colour between white and full; plain close to 0."""
     strength = min(1.0, abs(share))
     if strength < 0.05:
         return ""
@@ -118,7 +118,7 @@ def _terminal_style(share: float) -> str:
 
 
 def html(tokens: Sequence[Token], *, limit: float, title: str) -> str:
-    """The text as one HTML page without other files; a colour is full at `limit`."""
+    """Returns the text as one HTML file; colours are saturated at `limit`, nats."""
     spans = "".join(
         _span(token, place, limit=limit) for place, token in enumerate(tokens)
     )
@@ -141,7 +141,7 @@ def html(tokens: Sequence[Token], *, limit: float, title: str) -> str:
 
 
 def largest(tokens: Sequence[Token]) -> list[tuple[int, Token, Divergence]]:
-    """(place, token, what both models say) by exact KL, the largest first."""
+    """Returns (place, token, divergence) of the tokens with the largest exact KL."""
     predicted = [
         (place, token, token.divergence)
         for place, token in enumerate(tokens)
@@ -151,7 +151,7 @@ def largest(tokens: Sequence[Token]) -> list[tuple[int, Token, Divergence]]:
 
 
 def _span(token: Token, place: int, *, limit: float) -> str:
-    # The marks for spaces are faint, and lines may break at them.
+    # Dots for spaces are faint, and lines may break at them.
     text = escape(_visible(token.text)).replace("·", "<wbr><i>·</i>")
     if token.divergence is None:
         return f'<span class="first" title="{place}: not predicted">{text}</span>'
@@ -176,7 +176,7 @@ def _span(token: Token, place: int, *, limit: float) -> str:
 
 
 def _visible(text: str) -> str:
-    """Spaces as ·, tabs as ⇥, line breaks as ⏎ and a break, controls by number."""
+    """Marks spaces, tabs and line breaks, and shows control characters by number."""
     return receipt.visible(text).replace(" ", "·")
 
 
@@ -235,10 +235,9 @@ def run(options: Options) -> None:
 
 
 def _check_tokenizer(reference: str, *, ids: dict[str, int]) -> None:
-    """InputError where the reference gives the policy's tokens other ids."""
     try:
         own = tokenization.load_tokenizer(reference).get_vocab()
-    except InputError:  # it came without one: the sizes must do
+    except InputError:  # without a tokenizer only the sizes can be compared
         return
     differing = sorted(t for t in ids.keys() & own.keys() if ids[t] != own[t])
     if differing or ids.keys() != own.keys():

@@ -1,4 +1,4 @@
-"""What a policy and its reference say of every token of a text."""
+"""Log-probs and KL of every token of a text under a policy and its reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Params = Any
 
 
 class Alternative(NamedTuple):
-    """Another token that the policy might have drawn."""
+    """A token that the policy finds likely at some place."""
 
     text: str
     logprob: float  # nats, under the policy
@@ -29,12 +29,12 @@ class Alternative(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """What both models say of one token, given the tokens before it."""
+    """The numbers of one token under both models, given the tokens before it."""
 
     logprob: float  # nats, under the policy
     ref_logprob: float  # nats
     exact: float  # nats, Σ_v π log(π/π_ref) over the vocabulary
-    alternatives: tuple[Alternative, ...]  # the likeliest under the policy first
+    alternatives: tuple[Alternative, ...]  # the most likely under the policy first
 
     @property
     def k1(self) -> float:
@@ -43,7 +43,7 @@ class Divergence(NamedTuple):
 
 
 class Token(NamedTuple):
-    """A token as it reads in its place."""
+    """A token's text in its context, and its numbers."""
 
     text: str
     divergence: Divergence | None  # None for the first token, which nothing predicts
@@ -66,10 +66,10 @@ def compute(
     Every token of a later window then follows at least half a context of others.
 
     Args:
-      params, ref_params: decoders, stored in any way.
-      decode: ids -> text, special tokens kept.
-      temperature: divides the logits of both.
-      alternatives: how many of the policy's most likely tokens to return.
+      params, ref_params: parameters of the decoders, in any storage.
+      decode: ids -> text, special tokens included.
+      temperature: divides the logits of both models.
+      alternatives: number of the policy's most likely tokens to return at each place.
 
     Raises:
       InputError: the vocabularies differ in size, or there are fewer than two tokens.
@@ -124,7 +124,7 @@ def _window(
     temperature: float,
     alternatives: int,
 ) -> tuple[Array, ...]:
-    """Of i32[W] tokens: log-probs, KL [W] and alternatives [W, A], about tokens[t]."""
+    """For tokens i32[W]: log-probs and KL [W], alternatives [W, A]; about tokens[t]."""
     row, mask = tokens[None], jnp.ones((1, tokens.size), jnp.bool_)
     logits, ref_logits = (
         policy.logits(model_params, model=shape, tokens=row, mask=mask)
@@ -154,7 +154,7 @@ def _columns(
     context: int,
     program: Callable[..., tuple[Array, ...]],
 ) -> list[np.ndarray]:
-    """The columns of `_window` for all ids, of which entry 0 has no meaning.
+    """The outputs of `_window` for all ids; entry 0 of each has no meaning.
 
     tokens      0 1 2 3 4 5 6 7 8 9     context 4
     windows     0 1 2 3

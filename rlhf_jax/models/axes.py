@@ -1,29 +1,29 @@
-"""Logical axes of parameters, and how rows and their columns lie on a mesh.
+"""Logical axes of parameters, and how rows and columns are sharded over a mesh.
 
-`devices/sharding.py` maps them to the axes of a mesh. A parameter is known by the end
-of its path, so that the tables hold for a policy, for the trunk of a critic, for
-adapters, for what an optimizer keeps of any of them, and for int8 storage.
+`devices/sharding.py` maps logical axes to the axes of a mesh. The end of a parameter's
+path identifies it, so that one table serves a policy, the trunk of a critic, adapters,
+the optimizer state of each of them, and int8 storage.
 
     layers/attention/query/kernel   [L, D, H·d]   ("layers", "embed", "heads")
 
-Activations have one rule of their own: rows lie on every axis of the mesh that holds
-rows, the other dimensions on none. `rows_apart` says so to the compiler where it could
-not know: GSPMD must gather weights that are sharded, and not activations.
+Activations have one rule: rows are sharded over every axis of the mesh that shares
+rows, and no other dimension is. `rows_apart` tells the compiler so where it cannot
+know: GSPMD must gather sharded weights, and not activations.
 
 On a mesh with a `context` axis several devices share the columns of a row:
 
     chunks of a row     0  1  2  3  4  5  6  7          context=4
-    in order            0  0  1  1  2  2  3  3          device that has the chunk
+    in order            0  0  1  1  2  2  3  3          device of the chunk
     balanced            0  1  2  3  3  2  1  0
 
-Records stay [B, S]. While a decoder runs on whole rows, the columns of each device are
-rows of their own, [B·c, S/c], sharded over the axes of rows and over `context`: what is
-computed token by token (projections, norms, MLP, log-probs) then needs nothing of other
-devices, and is partitioned as more rows are. Attention alone gathers keys and values of
-the whole row (`attention/per_device.py`), or passes them round (`ring_passes.py`).
+Records stay [B, S]. While a decoder runs on whole rows, the columns of each device form
+rows of their own, [B·c, S/c], sharded over the row axes and `context`. Computation per
+token (projections, norms, MLP, log-probs) then needs no communication and is
+partitioned like a larger batch. Only attention gathers keys and values of the whole row
+(`attention/per_device.py`), or passes them round (`ring_passes.py`).
 
-The columns are `balanced` within the decoder, so that each device has as many of the
-keys before its queries as any other, and in order elsewhere.
+Within the decoder columns are `balanced`, so that every device has equally many keys
+before its queries; elsewhere they are in order.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from jax.sharding import AxisType, PartitionSpec
 Array = jax.Array
 Names = tuple[str | None, ...]
 
-EXPERT_AXIS = "expert"  # of a mesh, that shares the experts of a mixture
-# Of a mesh, that share the rows of a batch.
-ROW_AXES = ("dcn", "data", "fsdp", EXPERT_AXIS)
-COPIES = {"dcn", "data"}  # of these, along which parameters are copied
-CONTEXT_AXIS = "context"  # of a mesh, that shares the columns of a row
+# Axes of a mesh.
+EXPERT_AXIS = "expert"  # shares the experts of a mixture
+ROW_AXES = ("dcn", "data", "fsdp", EXPERT_AXIS)  # share the rows of a batch
+COPIES = {"dcn", "data"}  # row axes along which parameters are replicated
+CONTEXT_AXIS = "context"  # shares the columns of a row
 # Where no columns are shared, as in decoding, context is one more axis for rows.
 ACTIVATION_AXES = (*ROW_AXES, CONTEXT_AXIS)
-TENSOR_AXIS = "tensor"  # of a mesh, that shares heads and widths
-VOCABULARY_AXIS = TENSOR_AXIS  # and the tokens of a vocabulary
+TENSOR_AXIS = "tensor"  # shares heads and widths
+VOCABULARY_AXIS = TENSOR_AXIS  # shares the tokens of a vocabulary
 
-_LINEAR = {  # of a layer: what goes in, and what comes out
+_LINEAR = {  # of a layer: (input axis, output axis)
     ("attention", "query"): ("embed", "heads"),
     ("attention", "key"): ("embed", "kv_heads"),
     ("attention", "value"): ("embed", "kv_heads"),
@@ -61,7 +61,7 @@ _LINEAR = {  # of a layer: what goes in, and what comes out
         ("delta_net", name): ("embed", "heads")
         for name in ("query", "key", "value", "gate")
     },
-    # One number a head.
+    # One number per head.
     **{("delta_net", name): ("embed", None) for name in ("beta", "decay")},
     ("delta_net", "output"): ("heads", "embed"),
     ("mlp", "up"): ("embed", "mlp"),
@@ -81,7 +81,7 @@ _NORMS = (
     *(("attention_norm",), ("mlp_norm",)),
     *(("attention_post_norm",), ("mlp_post_norm",)),
 )
-# By the end of the path; layers are stacked, and so begin with "layers".
+# By the end of the path. Layers are stacked: their first axis is "layers".
 PARAMETERS: dict[tuple[str, ...], Names] = {
     ("embed", "tokens"): ("vocab", "embed"),
     ("embed", "positions"): ("positions", "embed"),
@@ -115,16 +115,15 @@ PARAMETERS: dict[tuple[str, ...], Names] = {
     ("score", "bias"): (),
 }
 LONGEST = max(map(len, PARAMETERS))
-# What stands in a kernel's place: [L, in, r] and [L, r, out], and the parts of int8.
-LORA = ("lora_a", "lora_b")
-STORED = ("held", "values", "scales")
+LORA = ("lora_a", "lora_b")  # beside a kernel, [L, in, r] and [L, r, out]
+STORED = ("held", "values", "scales")  # parts of a leaf in int8 or on the host
 
 
 def of(path: tuple[str, ...]) -> Names | None:
-    """The logical axes of a parameter; None for what is no parameter.
+    """The logical axes of a parameter; None for any other leaf.
 
     Args:
-      path: names from any root, as in ("policy", "layers", "mlp", "up", "kernel").
+      path: names from any root, such as ("policy", "layers", "mlp", "up", "kernel").
     """
     while path and path[-1] in STORED:
         path = path[:-1]
@@ -146,19 +145,18 @@ def of(path: tuple[str, ...]) -> Names | None:
 
 
 def rows_apart(x: Array) -> Array:
-    """The array with its rows on the row axes of the mesh that is set, if one is."""
+    """Shards the rows of an array over the row axes of the mesh that is set, if any."""
     sizes = _auto_axes()
     if not sizes:
-        return x  # with explicit axes the arrays say it themselves
+        return x  # explicit axes are part of an array's type
     spec = PartitionSpec(row_axes(sizes, rows=x.shape[0], among=ACTIVATION_AXES))
     return jax.lax.with_sharding_constraint(x, spec)
 
 
 def rows_spread(logits: Array) -> Array:
-    """Logits with their rows also on the devices that share the vocabulary.
+    """Shards the rows of logits also over the devices that share the vocabulary.
 
-    What a device holds of all rows goes to theirs by one all-to-all, after which a row
-    is whole and a draw from it is local:
+    One all-to-all moves every row to one device, so that a draw from it is local:
 
         device       0    1    2    3            0    1    2    3
         row 0        a    b    c    d           abcd
@@ -166,9 +164,9 @@ def rows_spread(logits: Array) -> Array:
         row 2        a    b    c    d                     abcd
         row 3        a    b    c    d                          abcd
 
-    Rows that all the axes together do not divide stay on the row axes. What the caller
-    takes of the columns stays an operation of its own: libtpu 0.0.42 fails on a sum
-    over devices of which one cut takes both rows and columns (RET_CHECK).
+    Rows that all the axes together do not divide stay on the row axes. A barrier keeps
+    the caller's slice of the columns apart: libtpu 0.0.42 fails (RET_CHECK) on a sum
+    over devices of which one slice takes both rows and columns.
 
     Args:
       logits: [B, V'].
@@ -180,7 +178,7 @@ def rows_spread(logits: Array) -> Array:
     rows, columns = logits.shape
     of_rows = row_axes(sizes, rows=rows, among=ACTIVATION_AXES)
     if vocabulary_devices(columns) > 1:
-        # Else the compiler, which looks back from the rows, gathers the head.
+        # Otherwise the compiler propagates the sharding of rows and gathers the head.
         shared = PartitionSpec(of_rows, VOCABULARY_AXIS)
         logits = jax.lax.with_sharding_constraint(logits, shared)
     spec = PartitionSpec(row_axes(sizes, rows=rows, among=spread))
@@ -189,19 +187,19 @@ def rows_spread(logits: Array) -> Array:
 
 
 def beside_kernel(leaf: Array, path: tuple[str, ...]) -> Array:
-    """An adapter of one layer, sharded over `tensor` as its kernel is and no further.
+    """Shards an adapter of one layer over `tensor` as its kernel is, and no further.
 
-    `devices/sharding.py` may store the other side in parts as well, as the rows of
-    query's lora_a on a mesh of data and tensor. The compiler then shards activations
-    to match, and decodes with ten exchanges per layer instead of two:
+    `devices/sharding.py` may shard its other side as well, such as the rows of query's
+    lora_a on a mesh of data and tensor. The compiler would then shard activations to
+    match, and decode with ten exchanges per layer instead of two:
 
         query, key, value, gate, up    (x A) B_s        A whole: no exchange
-        output, down                   (x_s A_s) B      one sum, that of x_s W_s too
+        output, down                   (x_s A_s) B      one sum, shared with x_s W_s
 
     Args:
-      leaf: [in, r] or [r, out] of an adapter; other parameters are returned unchanged,
-        and so are all on a mesh whose `fsdp` or `context` holds that other side.
-      path: as in ("attention", "query", "lora_a").
+      leaf: [in, r] or [r, out] of an adapter. Other parameters are returned unchanged,
+        and so are all of them on a mesh where another axis shards parameters.
+      path: such as ("attention", "query", "lora_a").
     """
     names, sizes = of(path), _auto_axes()
     shared = {axis for axis, size in sizes.items() if size > 1} - COPIES
@@ -212,7 +210,7 @@ def beside_kernel(leaf: Array, path: tuple[str, ...]) -> Array:
 
 
 def _auto_axes() -> dict[str, int]:
-    """Sizes of the Auto axes of the mesh that is set; none if those are one device.
+    """Sizes of the Auto axes of the mesh that is set; {} if they span one device.
 
     Within a `jax.shard_map` over some axes the others are still Auto.
     """
@@ -226,9 +224,9 @@ def _auto_axes() -> dict[str, int]:
 
 
 def row_devices(rows: int) -> int:
-    """How many devices of the mesh that is set share so many rows; 1 without one.
+    """How many devices of the mesh that is set share `rows` rows; 1 without a mesh.
 
-    Axes of a `jax.shard_map` around it do not count, as `rows` are of one share there.
+    Axes of an enclosing `jax.shard_map` do not count: there, `rows` are one share.
     """
     mesh = jax.sharding.get_abstract_mesh()
     sizes = {axis: mesh.shape[axis] for axis in {*mesh.shape} - {*mesh.manual_axes}}
@@ -237,7 +235,7 @@ def row_devices(rows: int) -> int:
 
 
 def vocabulary_devices(vocab_size: int) -> int:
-    """How many devices of the mesh that is set share the vocabulary; 1 without one."""
+    """How many devices of the mesh that is set share the vocabulary; 1 without any."""
     count = dict(jax.sharding.get_abstract_mesh().shape).get(VOCABULARY_AXIS, 1)
     return 1 if vocab_size % count else count
 
@@ -245,9 +243,10 @@ def vocabulary_devices(vocab_size: int) -> int:
 def row_axes(
     sizes: dict[str, int], *, rows: int, among: tuple[str, ...] = ROW_AXES
 ) -> tuple[str, ...]:
-    """The axes that rows lie on: those of `among`, as far as they divide them.
+    """The longest prefix of the axes in `among` whose sizes together divide `rows`.
 
     Args:
+      sizes: {axis: devices}; axes that are missing or of one device are left out.
       among: `ROW_AXES` for the rows of records.
     """
     present = tuple(axis for axis in among if sizes.get(axis, 1) > 1)
@@ -261,32 +260,32 @@ Tree = TypeVar("Tree")
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How columns are cut, while something is traced on a mesh with `context`."""
+    """How the columns of rows are shared by the devices of a mesh with `context`."""
 
     rows: tuple[str, ...]  # axes that share the rows
     count: int  # c, devices that share the columns of a row
 
     def width(self, columns: int) -> int:
-        """S' ≥ S, the least number of columns that 2c divides."""
+        """S' ≥ S, the smallest multiple of 2c."""
         return -(-columns // (2 * self.count)) * 2 * self.count
 
     @property
     def by_row(self) -> PartitionSpec:
-        """Of [B, ...]."""
+        """Sharding of [B, ...] whose columns are whole."""
         return PartitionSpec(self.rows or None)
 
     @property
     def by_column(self) -> PartitionSpec:
-        """Of [B, S', ...] whose columns lie on `context`."""
+        """Sharding of [B, S', ...] whose columns are shared over `context`."""
         return PartitionSpec(self.rows or None, CONTEXT_AXIS)
 
     @property
     def by_part(self) -> PartitionSpec:
-        """Of [B·c, ...], the parts of rows."""
+        """Sharding of [B·c, ...], the parts of rows."""
         return PartitionSpec((*self.rows, CONTEXT_AXIS))
 
     def apart(self, x: Array) -> Array:
-        """[B·c, ...] with each part on its device."""
+        """Puts every part of [B·c, ...] on its device."""
         return jax.lax.with_sharding_constraint(x, self.by_part)
 
     def parts(self, x: Array) -> Array:
@@ -298,7 +297,7 @@ class Cut:
         return self._relabelled(x, self.by_part, self.by_column)
 
     def balanced_parts(self, x: Array) -> Array:
-        """[B, S', ...] -> [B·c, S'/c, ...], balanced; of what every device has."""
+        """[B, S', ...] -> [B·c, S'/c, ...], balanced; every device holds all of x."""
         return self.parts(x[:, balanced(x.shape[1], count=self.count)])
 
     def whole_of_balanced(self, x: Array) -> Array:
@@ -309,7 +308,7 @@ class Cut:
             first, second = jnp.split(x, 2, axis=1)
             # Chunks i and 2c - 1 - i: one of them is even, and one is odd.
             first_is_even = jax.lax.axis_index(CONTEXT_AXIS) % 2 == 0
-            # A permutation has one sender per receiver: the halves go as two of them.
+            # `ppermute` takes one sender per receiver: the halves are two permutations.
             even = jnp.where(first_is_even, first, second)
             odd = jnp.where(first_is_even, second, first)
             ways = [
@@ -341,7 +340,7 @@ class Cut:
 
 
 def cut_of(rows: int) -> Cut | None:
-    """The cut of so many rows on the mesh that is set; None without a context axis."""
+    """The cut of `rows` rows on the mesh that is set; None without a context axis."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.manual_axes or mesh.axis_types[0] != AxisType.Auto:
         return None
@@ -353,11 +352,11 @@ def cut_of(rows: int) -> Cut | None:
 
 
 def per_token(function: Callable[..., Tree], *arrays: Array) -> Tree:
-    """function(*arrays) of what is computed token by token, each device its columns.
+    """Computes function(*arrays) token by token; each device computes its columns.
 
     Args:
-      function: of [N, T, ...] arrays; returns [N, T] arrays. It may not look at other
-        tokens. On a mesh with a context axis N is B·c and T is S/c.
+      function: [N, T, ...] arrays to [N, T] arrays; no token may depend on another. On
+        a mesh with a context axis N is B·c and T is S/c.
 
     Returns:
       Arrays [B, S].
@@ -381,17 +380,17 @@ def per_prediction(
     tokens: Array,
     first_column: int,
 ) -> Tree:
-    """function(*hidden, tokens, first_column=), each device its columns.
+    """function(*hidden, tokens, first_column=); each device computes its columns.
 
         column t            0    1    2    3
         is about            a    b    c    d     tokens[:, t], given hidden[:, t - 1]
         a device has             h1   h2         hidden states of its columns
-        and computes             c    d          what is predicted by them
+        and computes             c    d          the predictions from them
 
     Args:
-      function: of hidden states [N, T, D] each and tokens i32[N, T]; returns [N, T]
-        arrays, whose column t is about tokens[:, t] given hidden[:, t - 1] alone and
-        which are 0 before `first_column`, at least 1.
+      function: hidden states [N, T, D] each and tokens i32[N, T] to [N, T] arrays.
+        Column t is about tokens[:, t] and depends on hidden[:, t - 1] alone; columns
+        before `first_column`, at least 1, are 0.
 
     Returns:
       Arrays [B, S], 0 before `first_column`.
@@ -416,12 +415,12 @@ def per_prediction(
 
 
 def padded(x: Any, room: int) -> Any:
-    """[B, S, ...] with columns of zeros at the right."""
+    """Appends `room` columns of zeros to [B, S, ...]."""
     return jnp.pad(x, ((0, 0), (0, room), *((0, 0),) * (x.ndim - 2)))
 
 
 def balanced(columns: int, *, count: int) -> np.ndarray:
-    """i32[S], the columns of device 0, of device 1, and so on.
+    """i32[S], the balanced columns of device 0, then of device 1, and so on.
 
     >>> print(balanced(8, count=2))
     [0 1 6 7 2 3 4 5]
@@ -432,7 +431,7 @@ def balanced(columns: int, *, count: int) -> np.ndarray:
 
 
 def in_order(x: Array, *, count: int) -> Array:
-    """[B, h, S, d] of balanced columns, in order; static slices."""
+    """Puts balanced columns of [B, h, S, d] in order, by static slices."""
     rows, heads, columns, size = x.shape
     pairs = x.reshape(rows, heads, count, 2, -1, size)
     first, second = pairs[:, :, :, 0], pairs[:, :, ::-1, 1]

@@ -40,11 +40,11 @@ INIT_STD = 0.02  # Radford et al. 2019
 def rematerialised(
     function: Callable[..., Array], *, model: ModelConfig
 ) -> Callable[..., Array]:
-    """The function, of which a gradient keeps what goes in and computes the rest again.
+    """Wraps a function so that its gradient keeps only its inputs and recomputes it.
 
-    For arithmetic between matrix products, whose steps are each as large as its input.
-    Only a loop over the layers keeps the two passes apart by itself; one by one they
-    are asked to stay apart, which XLA:CPU does not heed (as much memory, no more time).
+    For arithmetic between matrix products, where every intermediate is as large as the
+    input. A loop over layers keeps the two forward passes apart by itself. In unrolled
+    layers `prevent_cse` asks for it; XLA:CPU ignores that (same memory, no more time).
     """
     return jax.checkpoint(function, prevent_cse=model.unroll)
 
@@ -52,8 +52,8 @@ def rematerialised(
 class Linear(nn.Module):
     """x W (+ b) (+ x A B), in x's dtype. W is [in, out]; A B a low-rank adapter.
 
-    x is [N, in], the tokens of all rows: XLA:CPU contracts the weight gradient of a
-    product of three dimensions far more slowly than that of a matrix product.
+    x is [N, in], the tokens of all rows: XLA:CPU computes the weight gradient of a
+    three-dimensional product far more slowly than that of a matrix product.
     """
 
     features: int
@@ -78,7 +78,7 @@ class Linear(nn.Module):
         if self.has_variable("params", "lora_a"):  # put there by `lora.attach`
             down: Array = self.get_variable("params", "lora_a")
             up: Array = self.get_variable("params", "lora_b")
-            # Two narrow products, [N, r] between them: W + A B is never made.
+            # Two narrow products through [N, r]: W + A B is never materialised.
             apart, down = layout.apart(x, down.astype(x.dtype))
             y = y + (apart @ down) @ up.astype(x.dtype)
         if self.use_bias:
@@ -92,8 +92,8 @@ class Linear(nn.Module):
 class Norm(nn.Module):
     """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang & Sennrich 2019), in float32.
 
-    With `model.norm_from_one` a scale is stored as its difference from 1, and 0 at
-    first: weight decay then leaves a norm as it is (Gemma, arXiv:2403.08295).
+    With `model.norm_from_one` a scale is stored as its difference from 1 and starts at
+    0, so that weight decay pulls it towards 1 (Gemma, arXiv:2403.08295).
     """
 
     model: ModelConfig
@@ -114,8 +114,7 @@ class Norm(nn.Module):
             y = x.astype(jnp.float32)
             if centred:
                 y = y - y.mean(-1, keepdims=True)
-            # Moments in float32: squares of bfloat16 numbers lose the digits that a
-            # norm is of.
+            # Moments in float32: squares of bfloat16 numbers have too few digits.
             y = y * jax.lax.rsqrt(
                 jnp.square(y).mean(-1, keepdims=True) + model.norm_eps
             )
@@ -150,12 +149,12 @@ class Attention(nn.Module):
 
         def heads(name: str, x: Array, count: int, *, norm: bool = False) -> Array:
             y = Linear(count * model.head_dim, model.attention_bias, name=name)(x)
-            if norm:  # of all heads together
+            if norm:  # over all heads together
                 y = Norm(model, name=f"{name}_norm")(y)
             return y.reshape(rows, -1, count, model.head_dim).swapaxes(1, 2)
 
-        # Columns that nobody reads need no query; their keys and values are attended
-        # to.
+        # Columns before `first` need no query, but later ones attend to their keys and
+        # values.
         joint, read = model.joint_head_norm, columns_from(x, first, rows=rows)
         query = heads("query", read, model.num_heads, norm=joint)
         key = heads("key", x, model.num_kv_heads, norm=joint)
@@ -205,8 +204,8 @@ class Attention(nn.Module):
         y = Linear(
             x.shape[-1],
             model.attention_output_bias,
-            # The residual stream gets 2 L such terms: its variance at the start is that
-            # of one.
+            # The residual stream sums 2 L such terms: so scaled, its initial variance
+            # is that of one.
             init_std=INIT_STD / math.sqrt(2 * model.num_layers),
             name="output",
         )(y)
@@ -219,7 +218,7 @@ def gated(y: Array, gate: Array) -> Array:
 
 
 def columns_from(x: Array, first: int, *, rows: int) -> Array:
-    """[N', D] of [N, D]: what columns before `first` hold is left out of every row."""
+    """Drops the columns before `first` of every row: [N, D] to [N', D]."""
     if first == 0:
         return x
     return x.reshape(rows, -1, x.shape[-1])[:, first:].reshape(-1, x.shape[-1])
@@ -260,27 +259,27 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """x + attention(norm x), then x + mlp(norm x).
 
-    With `model.parallel_residual` x + attention(norm x) + mlp(norm' x), both of the x
-    that came in (Wang & Komatsuzaki 2021, GPT-J). With `model.post_norms` what
-    attention and MLP return is normed before it is added, and without `model.pre_norms`
-    they read x as it is (OLMo 2, arXiv:2501.00656).
-    `model.residual_scale` multiplies what is added.
-    A recurrent block has `recurrence`, a module, in place of attention.
+    With `model.parallel_residual`, x + attention(norm x) + mlp(norm' x) of the same x
+    (Wang & Komatsuzaki 2021, GPT-J). With `model.post_norms` the outputs of attention
+    and MLP are normed before they are added, and without `model.pre_norms` their inputs
+    are not normed (OLMo 2, arXiv:2501.00656). `model.residual_scale` multiplies what is
+    added. A recurrent block has the module `recurrence` in place of attention.
 
     Args of a call:
       x: [B, T, D], in the compute dtype.
-      mask: which columns each new token attends to: the record of S columns, or, with
-        a cache, bool[B, T, S] or the pages of each row. Of a recurrent block with a
-        cache bool[B, T], which of the new ones are tokens, or None: all.
+      mask: which columns each new token attends to: an `AttentionMask` of S columns, or
+        with a cache bool[B, T, S] or the pages of each row. For a recurrent block with
+        a cache bool[B, T], True at tokens; None: all are.
       rotary: `rotary_table` of the new tokens' positions; None rotates nothing.
-      first: how many columns to leave out; they are attended to all the same.
-      cache: keys and values of the columns so far, with room for one more, or None when
-        S = T.
-      column: i32[] or i32[B], where in the cache the first new token stands.
+      first: columns to leave out of the output; later ones still attend to them.
+      cache: keys and values of the columns so far, with room for the new ones; None
+        when S = T. For a recurrent block its state.
+      column: i32[] or i32[B], the place of the first new token in the cache.
 
     Returns:
       [B, T - first, D], and the keys and values that were attended to: the cache with
-      the new column, or without one those of the T tokens; or the state behind them.
+      the new columns, or those of the T tokens without a cache. A recurrent block
+      returns its state after the last token instead.
     """
 
     model: ModelConfig
@@ -308,7 +307,7 @@ class Block(nn.Module):
                 y = Norm(model, name=name)(y)
             if model.residual_scale == 1.0:
                 return y
-            # In float32: in bfloat16 0.22 would be 0.2197 in every layer.
+            # In float32: bfloat16 would round 0.22 to 0.2197 in every layer.
             return (y.astype(jnp.float32) * model.residual_scale).astype(y.dtype)
 
         kept: Kept
@@ -331,7 +330,7 @@ class Block(nn.Module):
         y = after("attention_post_norm", y)
         x = columns_from(x, first, rows=rows)
         attended = x + y
-        # GPT-J and NeoX: the MLP reads what attention read, so that the two may run at
+        # GPT-J and NeoX: the MLP reads the input of attention, so that both can run at
         # once.
         read = x if model.parallel_residual else attended
         between = before("mlp_norm", read)
@@ -358,16 +357,16 @@ def apply(
     first: int = 0,
     **others: Any,
 ) -> tuple[Any, Routing | None]:
-    """block(x, first=first, **others), with the experts of its tokens given or kept.
+    """Calls block(x, first=first, **others), replaying or recording its experts.
 
     Args:
       x: [B, S, D].
-      experts: of one layer, of all S columns.
-      first: columns of which the block computes nothing.
+      experts: of one layer, for all S columns.
+      first: columns that the block leaves out of its output.
 
     Returns:
-      What the block returns, and the layer's `Routing` of B x S tokens, with `OWN` in
-      columns that were not computed, or None.
+      The output of the block, and the layer's `Routing` of B x S tokens, with `OWN` in
+      columns that were not computed; None if nothing is recorded.
     """
     if experts.chosen is None and experts.tokens is None:
         return block.apply({"params": params}, x, first=first, **others), None

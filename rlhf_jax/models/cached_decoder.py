@@ -1,11 +1,10 @@
-"""The decoder a few tokens at a time, against a cache of keys and values.
+"""Runs the decoder a few tokens at a time, against a cache of keys and values.
 
-The layers are taken apart once, before the loop: slicing the stack at every token costs
-more than the layer itself. This takes a second copy of them while tokens are drawn.
+The stacked layers are taken apart once, before the loop: slicing the stack at every
+token costs more than the layer itself. Decoding so holds a second copy of the layers.
 
-Prompts may be read N columns at a time, so that activations are those of a chunk,
-[B, N, ...], and logits of attention [B, H, N, P], of which a whole pass has [B, P, ...]
-and, where it holds them, [B, H, P, P]:
+Prompts may be read N columns at a time. Activations are then [B, N, ...] and attention
+logits [B, H, N, P], instead of [B, P, ...] and, with the xla engine, [B, H, P, P]:
 
     column       0  1  2  3  4  5  6  7        chunks of 3, one column of padding
     chunk     ·  0  0  1  1  1  2  2  2
@@ -34,17 +33,17 @@ Params = Any
 
 
 class Seen(NamedTuple):
-    """What new tokens see: bool[B, N, W] of cached columns, or pages."""
+    """What new tokens attend to: bool[B, N, W] over cached columns, or pages."""
 
-    everything: Array | Pages  # of layers that see all columns
-    window: Array | Pages  # of local layers
-    # bool[B, N], which of the new ones are tokens, for recurrent layers: the state of a
-    # row does not move elsewhere. None is all.
+    everything: Array | Pages  # for layers that see all columns
+    window: Array | Pages  # for local layers
+    # bool[B, N], True at tokens, for recurrent layers, whose state padding must not
+    # change. None: all are tokens.
     tokens: Array | None = None
 
 
 def params_to_decode(params: Params, *, model: ModelConfig) -> Params:
-    """The parameters with their output head in `model.dtype`; once, before the loop.
+    """Converts the output head to `model.dtype`, once, before the decode loop.
 
     A GPU's compiler would convert it at every token.
     """
@@ -58,15 +57,15 @@ def params_to_decode(params: Params, *, model: ModelConfig) -> Params:
 def layers_to_decode(
     params: Params, *, model: ModelConfig, rows: int
 ) -> tuple[Params, ...]:
-    """The layers as `decode_step` reads them fastest; once, before its loop.
+    """Converts the layers to what `decode_step` reads fastest, once, before the loop.
 
     Args:
       rows: B, of that step.
 
     Returns:
-      L layers, with matrices in `model.dtype` as `params_to_decode` has it. For
-      `model.transposed_rows` or fewer "transposed" [out, in] stands in place of every
-      "kernel" [in, out] that is not stored.
+      L layers, with matrices in `model.dtype`. For at most `model.transposed_rows` rows
+      every "kernel" [in, out] that is a plain array is replaced by a "transposed"
+      [out, in].
     """
 
     def ready(layer: Params) -> Params:
@@ -95,22 +94,22 @@ def decode_step(
     column: Array,
     record: bool = False,
 ) -> tuple[Array, Caches, Array | None]:
-    """N new tokens of every row, mostly one, against the cache.
+    """Runs N new tokens of every row, usually one, against the cache.
 
     Args:
-      params: from `params_to_decode`; their stacked "layers" are not read.
+      params: from `params_to_decode`; the stacked "layers" are not read.
       layers: from `layers_to_decode`.
-      tokens, positions: i32[B, N], the new tokens and how many stand before each.
-      attend: what they see; of one new token in a column of all rows bool[B, W], the
-        columns that it may see, its own included.
-      caches: per layer the keys and values, as `caches.py` has them, or pages; of a
-        recurrent layer its state.
+      tokens, positions: i32[B, N], the new tokens and the number of tokens before each.
+      attend: what the tokens see. With one new token per row, in the same column, this
+        may be bool[B, W], the columns that it sees, its own included.
+      caches: keys and values of every layer as `caches.py` lays them out, or pages; the
+        state of a recurrent layer.
       column: i32[], the number of the first new column, the same in all rows, or
-        i32[B], of each row; not read of pages.
+        i32[B], one per row; not read with pages.
 
     Returns:
-      Hidden states [B, N, D] after the final norm, in `model.dtype`, the caches with
-      the new columns written, and with `record` the experts of the tokens,
+      Hidden states [B, N, D] after the final norm, in `model.dtype`; the caches with
+      the new columns written; and with `record` the experts of the tokens,
       i32[B, N, L, k].
     """
     if not isinstance(attend, Seen):
@@ -124,7 +123,7 @@ def decode_step(
     x = decoder.embed(params, model=model, tokens=tokens, positions=positions)
     updated: list[Kept] = []
     chosen = []
-    given = Given(tokens=jnp.ones(tokens.shape, bool) if record else None)
+    recording = Given(tokens=jnp.ones(tokens.shape, bool) if record else None)
     for number, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
         if isinstance(cache, DeltaState):
             output: Any = block_of(model, recurrent=True).apply(
@@ -143,11 +142,11 @@ def decode_step(
             blocks.Block(model),
             leaves.read(layer),
             x,
-            experts=given,
+            experts=recording,
             mask=attend.window if is_local else attend.everything,
             rotary=None if model.is_unrotated(number) else rotary,
             cache=cache,
-            # A cache of W places is a ring: a local layer has as many as its window.
+            # A cache of W places is a ring; a local layer has as many as its window.
             column=column % cache[0].shape[2],
         )
         updated.append(key_values)
@@ -165,16 +164,16 @@ def prefill(
     mask: Array,
     record: bool = False,
 ) -> tuple[Array, Any, Array | None]:
-    """Hidden states of the last column, and what a cache keeps of every layer.
+    """Runs prompts, for hidden states of the last column and the caches of all layers.
 
     Args:
-      model: with `prefill_chunk` N columns are run at a time, else all at once.
+      model: `prefill_chunk` says how many columns run at a time; None is all.
       tokens, mask: i32[B, P] and bool[B, P], left-padded prompts.
 
     Returns:
-      [B, D] after the final norm, keys and values [L, B, K, P, head_dim] each, in
-      `model.dtype`, and with `record` experts i32[B, P, L, k]; what stands at padding
-      has no meaning. With recurrent layers the second is as `layers.run` has it.
+      [B, D] after the final norm; keys and values [L, B, K, P, head_dim] each, in
+      `model.dtype`, or with recurrent layers the dictionary that `layers.run` returns;
+      with `record` experts i32[B, P, L, k]. Values at padding have no meaning.
 
     Raises:
       InputError: as `decoder.prefill`.
@@ -191,7 +190,7 @@ def prefill(
         )
         chosen = None if routing is None else routing.chosen
         return hidden[:, -1], key_values, chosen
-    # Padded on the left, where prompts are padded anyway: all chunks have one shape.
+    # Pads on the left, where prompts are padded anyway: all chunks have one shape.
     room = -size % chunk
     tokens, mask = (jnp.pad(x, ((0, 0), (room, 0))) for x in (tokens, mask))
     rows, columns = tokens.shape
@@ -208,7 +207,7 @@ def prefill(
 
         at, here = own(positions), (start + jnp.arange(chunk, dtype=jnp.int32))[:, None]
         visible = mask[:, None] & (number[None] <= here)[None]
-        # bool[B, N, P]: of local layers, what is within the window of each new column.
+        # bool[B, N, P], for local layers: columns within the window of each new one.
         near = visible & (number[None] > here - window)[None]
         everything, narrow = (
             angles(at, model=model, local=local) for local in (False, True)
@@ -278,10 +277,10 @@ def prefill(
             "delta_net": jax.tree.map(lambda *parts: jnp.stack(parts), *states),
         }
     starts = jnp.arange(0, columns, chunk, dtype=jnp.int32)
-    # Chunk after chunk, as each attends to the cache of those before.
+    # One chunk after another: each attends to the cache of those before.
     caches, (last, chosen) = jax.lax.scan(run, empty, starts)
     hidden = decoder.final_norm(params, last[-1][:, None], model=model)[:, 0]
-    # The columns of padding leave again: caches hold P columns, as of a whole pass.
+    # Drops the added padding: caches hold P columns, as after a whole pass.
     key, value = caches["attention"] if model.recurrent_layers else caches
     key_values = key[:, :, :, room:], value[:, :, :, room:]
     if model.recurrent_layers:

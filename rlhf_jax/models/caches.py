@@ -1,8 +1,8 @@
-"""Keys and values of the columns of a row: what decoding keeps, and how it grows.
+"""Caches of decoding: keys and values of the columns of a row, and how they grow.
 
-A column is known by its number, which only grows; a cache of W columns holds number c
-in place c mod W. Where none has left yet that is a plain array of the first W columns.
-A local layer, which sees a sliding window, keeps no more than that:
+Columns are numbered from 0. A cache of W places holds column c in place c mod W; until
+a place is used twice it is a plain array of the first W columns. A local layer, which
+sees a sliding window, keeps only the window:
 
     window 3, columns so far 0 to 4      place     0  1  2
                                          holds     3  4  2
@@ -28,7 +28,7 @@ Array = jax.Array
 class Int8Columns:
     """Keys or values in int8, each vector with a scale: vector = values · scale.
 
-    Products take the integers, and the scales their results: q·k = (q·values)·scale.
+    Products read the integers; scales multiply the results, q·k = (q·values)·scale.
     """
 
     values: Array  # i8[B, K, S, head_dim], -127 to 127
@@ -36,23 +36,23 @@ class Int8Columns:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the vectors."""
+        """Shape of the vectors."""
         return self.values.shape
 
 
-# Heads first: what a head reads for a row lies together. In the compute dtype.
+# Heads first: what a head reads of a row is contiguous. In the compute dtype.
 KeyValue = tuple[Array, Array]  # each [B, K, S, head_dim]
 Columns = Array | Int8Columns
-Cached = tuple[Columns, Columns]  # keys and values as a cache has them, likewise
+Cached = tuple[Columns, Columns]  # keys and values as a cache stores them
 
 
 @flax.struct.dataclass
 class DeltaState:
-    """What a DeltaNet layer keeps of a row, however long it is."""
+    """The state of a DeltaNet layer, whose size does not depend on a row's length."""
 
     memory: Array  # f32[B, H, key_dim, value_dim]
-    # Inputs of the convolutions of query, key and value, of the last conv_width - 1
-    # tokens: [B, conv_width - 1, width of the projection], in the compute dtype.
+    # The last conv_width - 1 inputs of the convolutions of query, key and value,
+    # [B, conv_width - 1, width of the projection], in the compute dtype.
     tails: tuple[Array, Array, Array]
 
 
@@ -83,17 +83,17 @@ def quantise(x: Array) -> Int8Columns:
       Int8Columns; |values · scale - x| <= scale / 2. A vector of zeros has scale 0.
     """
     x = x.astype(jnp.float32)
-    # A scale per vector: one large key does not cost the others their digits.
+    # A scale per vector: one large key does not cost the others their precision.
     scales = jnp.max(jnp.abs(x), axis=-1) / 127.0
     values = jnp.round(x / jnp.where(scales > 0, scales, 1.0)[..., None])
     return Int8Columns(values=values.astype(jnp.int8), scales=scales)
 
 
 def plain(columns: Columns, *, dtype: jnp.dtype) -> tuple[Array, Array | None]:
-    """What products read of keys or values in `dtype`, and f32[B, K, S] or None.
+    """Keys or values as products read them, and their scales f32[B, K, S] or None.
 
     Args:
-      dtype: of the products; exact for integers of int8 in bfloat16 too.
+      dtype: of the products; bfloat16 too represents int8 integers exactly.
     """
     if isinstance(columns, Int8Columns):
         return columns.values.astype(dtype), columns.scales
@@ -108,16 +108,16 @@ def logits_of(
     scale: float | None,
     softcap: float | None,
 ) -> Array:
-    """f32 logits of products q·k, scaled and soft-capped.
+    """f32 attention logits from products q·k, scaled and soft-capped.
 
     Args:
-      key_scales: of keys in int8, from `plain`.
+      key_scales: scales of int8 keys, from `plain`.
       scale: dimensionless; None is 1 / sqrt(head_dim).
-      softcap: c of logits c·tanh(x / c) (Gemma 2, arXiv:2408.00118, section 2); None
-        leaves them.
+      softcap: c of logits c·tanh(x / c) (Gemma 2, arXiv:2408.00118, section 2); None is
+        off.
     """
     if key_scales is not None:
-        # Scales act on the results, [B, K, G·T, S], and not on head_dim times as many
+        # Multiplies the results, [B, K, G·T, S], instead of head_dim times as many
         # numbers.
         products = products * key_scales[:, :, None]
     logits = products / math.sqrt(head_dim) if scale is None else products * scale
@@ -125,24 +125,24 @@ def logits_of(
 
 
 def as_cached(fresh: Columns, *, cache: Columns) -> Columns:
-    """Keys or values in the form that a cache has: quantised where it is."""
+    """Quantises new keys or values if the cache is in int8."""
     if isinstance(cache, Int8Columns) and isinstance(fresh, Array):
         return quantise(fresh)
     return fresh
 
 
 def append(cache: Cached, new: KeyValue, *, column: Array | int) -> Cached:
-    """The cache with the keys and values of new tokens written from `column` on.
+    """Writes the keys and values of new tokens into the cache, from `column` on.
 
     Args:
-      column: i32[], the same in all rows, or i32[B], of each row.
+      column: i32[], the same in all rows, or i32[B], one per row.
     """
 
     def put(all_: Array, one: Array) -> Array:
         update = jax.lax.dynamic_update_slice_in_dim
         if isinstance(column, int) or column.ndim == 0:
             return update(all_, one, column, axis=2)
-        # Rows at columns of their own: a scatter by `vmap` of one slice per row.
+        # Each row has its own column: `vmap` makes a scatter of the slices.
         of_row = functools.partial(update, axis=1)
         return jax.vmap(of_row)(all_, one, column)
 
@@ -153,15 +153,15 @@ def append(cache: Cached, new: KeyValue, *, column: Array | int) -> Cached:
     return key, value
 
 
-Kept = Cached | DeltaState  # of a layer
-Caches = tuple[Kept, ...]  # of every layer, [B, K, W, head_dim] each
+Kept = Cached | DeltaState  # the cache of one layer
+Caches = tuple[Kept, ...]  # of all layers; keys and values are [B, K, W, head_dim]
 FIRST_WIDTH = 128  # columns of the first cache
 
 
 def growing_widths(size: int, *, first: int) -> tuple[int, ...]:
-    """Widths of the cache, one after another, for `first` columns and up to `size`.
+    """Successive widths of a growing cache, from `first` columns up to `size`.
 
-    Doubling, so that all moves together copy no more than the last cache holds, and
+    Widths double, so that all copies together are no larger than the last cache, and
     attention reads at most two and a half times the columns that are filled.
     """
     width, smaller = -(-(first + 1) // FIRST_WIDTH) * FIRST_WIDTH, []
@@ -173,7 +173,7 @@ def growing_widths(size: int, *, first: int) -> tuple[int, ...]:
 
 
 def width(model: ModelConfig, layer: int, *, columns: int) -> int:
-    """Places of a layer's cache, where others have `columns`."""
+    """Places of a layer's cache: `columns`, or at most the window of a local layer."""
     if model.sliding_window is None or not model.is_local(layer):
         return columns
     return min(columns, model.sliding_window)
@@ -182,16 +182,16 @@ def width(model: ModelConfig, layer: int, *, columns: int) -> int:
 def placed(
     caches: Sequence[Kept], *, model: ModelConfig, columns: int, end: Array | int
 ) -> Caches:
-    """Caches of the columns before number `end`, as they came from the prompts.
+    """Moves the keys and values of prompts into caches with room for `columns`.
 
     Args:
       caches: of every layer, [B, K, P, head_dim] each, of columns end - P to end - 1;
-        with `model.cache` they are kept in int8.
-      columns: places of a layer that sees all; P or more.
+        quantised if `model.cache` is int8.
+      columns: places of a layer that sees all columns, at least P.
     """
     windows: list[Kept] = []
     for layer, kept in enumerate(caches):
-        if isinstance(kept, DeltaState):  # of no columns
+        if isinstance(kept, DeltaState):  # has no columns
             windows.append(kept)
             continue
         key, value = kept
@@ -210,19 +210,19 @@ def placed(
 
 
 def at_end(array: Array, *, size: int, end: Array | int, axis: int) -> Array:
-    """The columns of `array` as those before number `end`, in `size` places; else 0."""
+    """Puts columns, the last before `end`, into a cache of `size` places, else 0."""
     columns = array.shape[axis]
     room = [(0, 0)] * array.ndim
     room[axis] = (0, size - columns)
     padded = jnp.pad(array, room)
     if isinstance(end, int) and (end - columns) % size == 0:
         return padded
-    # Number c lies in place c mod W, so that the loop goes on where the prompt ended.
+    # Column c is in place c mod W, so that decoding continues where the prompt ended.
     return jnp.roll(padded, end - columns, axis=axis)
 
 
 def widened(caches: Caches, *, model: ModelConfig, columns: int) -> Caches:
-    """The caches with more places, none of which has been used twice."""
+    """The caches with more places; no place may have been used twice."""
     windows: list[Kept] = []
     for layer, kept in enumerate(caches):
         if isinstance(kept, DeltaState):
@@ -244,14 +244,15 @@ def near(attend: Array, *, window: int, column: Array) -> Array:
     """Which places of a local layer's cache a new token may see.
 
     Args:
-      attend: bool[B, W], places of the others that it may see, its own included.
-      window: columns that are seen, its own included.
+      attend: bool[B, W], columns that the token may see in global layers, its own
+        included.
+      window: columns that a local layer sees, the token's own included.
 
     Returns:
       bool[B, min(W, window)].
     """
     columns = attend.shape[1]
     size = min(columns, window)
-    # The last number that each place was given.
+    # The column that each place holds.
     number = column - (column - jnp.arange(size, dtype=jnp.int32)) % size
     return attend[:, number % columns]

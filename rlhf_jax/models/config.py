@@ -1,8 +1,7 @@
 """The shape of a decoder: a hashable value, static under `jax.jit`.
 
-A family (GPT-2, Llama, Gemma 2, ...) is nothing but a mapping from its Hugging Face
-config to one of these and a table of tensor names; the decoder reads only the fields
-below.
+A family (GPT-2, Llama, Gemma 2, ...) is a mapping from its Hugging Face config to a
+`ModelConfig`, and a table of tensor names. The decoder reads only the fields below.
 """
 
 from __future__ import annotations
@@ -17,28 +16,28 @@ from rlhf_jax.functional.errors import refuse
 from rlhf_jax.functional.unused_ids import Ranges
 
 Remat = Literal["none", "dots", "full"]
-"""What of a layer a gradient does not keep and computes again, from little to all.
+"""Which activations of a layer a gradient recomputes instead of keeping them.
 
-`none` keeps every activation. `dots` keeps what the projections return (query, key,
-value, output and the MLP's) and computes norms, attention and activation functions
-again. `full` keeps the layer's input alone, for a second forward pass; over layers that
-are stored in int8 or on the host `none` is `full`.
+`none` keeps every activation. `dots` keeps the outputs of the projections (query, key,
+value, output and the MLP's) and recomputes norms, attention and activation functions.
+`full` keeps only the layer's input and repeats the forward pass. For layers stored in
+int8 or on the host, `none` means `full`.
 """
 
-# No float8 (e4m3): a byte too, but its root mean square error is 2.6% and int8's 0.65%,
-# in a vector of 128 normal numbers, with a scale for each vector or without.
+# No float8 (e4m3): it takes a byte too, but its root mean square error on a vector of
+# 128 normal numbers is 2.6%, against 0.65% of int8, with or without a scale per vector.
 Cache = Literal["same", "int8"]
 """How decoding keeps keys and values: in the compute dtype, or in int8 with a scale for
 each vector of a head (`caches.py`)."""
 
-PAGE_SIZE = 64  # columns of a page of keys and values, unless another is chosen
+PAGE_SIZE = 64  # default columns of a page of keys and values
 Attention = Literal["auto", "xla", "blockwise", "splash", "cudnn", "ring"]
-"""What computes the attention of whole sequences (decoding always takes XLA).
+"""The engine that computes attention over whole sequences (decoding always uses XLA).
 
-`xla` holds the logits, [B, H, S, S]; the others do not. `blockwise` is plain JAX and
-runs everywhere; `splash` needs a TPU; `cudnn` needs an NVIDIA GPU and activations in
-bfloat16. `ring` needs a mesh with a `context` axis, whose devices pass keys round in
-place of gathering them. `auto` chooses by backend, length and model (`layout.py`).
+Only `xla` materialises the logits, [B, H, S, S]. `blockwise` is plain JAX and runs
+everywhere; `splash` needs a TPU; `cudnn` needs an NVIDIA GPU and activations in
+bfloat16. `ring` needs a mesh with a `context` axis, whose devices pass keys round
+instead of gathering them. `auto` chooses by backend, length and model (`layout.py`).
 """
 
 
@@ -61,19 +60,19 @@ class RopeScaling:
     original_max_positions: int = 8192  # tokens
     beta_fast: float = 32.0  # turns
     beta_slow: float = 1.0  # turns
-    truncate: bool = True  # the blend of yarn begins and ends at whole dimensions
-    attention_factor: float = 1.0  # of yarn, dimensionless
+    truncate: bool = True  # yarn's blend begins and ends at whole dimensions
+    attention_factor: float = 1.0  # yarn only, dimensionless
 
 
 @dataclasses.dataclass(frozen=True)
 class DeltaNet:
     """The shape of gated DeltaNet layers (`delta_net.py`)."""
 
-    num_key_heads: int  # K, of query and key; divides the value heads
-    num_value_heads: int  # H, each with a memory of its own
-    key_dim: int  # of a head of query and key
-    value_dim: int  # of a head of values
-    conv_width: int = 4  # tokens that the convolution sees, its own included
+    num_key_heads: int  # K, heads of query and key; divides num_value_heads
+    num_value_heads: int  # H, heads of values, each with its own memory
+    key_dim: int  # width of a query or key head
+    value_dim: int  # width of a value head
+    conv_width: int = 4  # tokens that the convolution reads, the current one included
 
     def __post_init__(self) -> None:
         checks.positive(**dataclasses.asdict(self))
@@ -88,12 +87,12 @@ class DeltaNet:
 class Experts:
     """A mixture of experts in place of every layer's MLP (`experts/`)."""
 
-    count: int  # E
-    per_token: int  # k
+    count: int  # E, experts of a layer
+    per_token: int  # k, experts that a token is routed to
     normalised: bool = True  # the weights of a token's k experts sum to 1
     router_bias: bool = False
     # c: (clip(up, -c, c) + 1) · g · sigmoid(s g), g = min(gate, c), in place of
-    # act(gate) · up (gpt-oss); None is without.
+    # act(gate) · up (gpt-oss); None keeps act(gate) · up.
     gate_limit: float | None = None
     gate_scale: float = 1.702  # s, dimensionless
 
@@ -108,9 +107,9 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A causal decoder; from `rope_theta` on what not every family has."""
+    """A causal decoder. The fields from `rope_theta` on are those of some families."""
 
-    family: str  # which key table names its tensors; read by checkpoints/hf alone
+    family: str  # selects the table of tensor names; only checkpoints/hf reads it
     vocab_size: int  # the true vocabulary
     hidden_size: int  # D
     num_layers: int  # L
@@ -130,47 +129,44 @@ class ModelConfig:
     tied_head: bool  # the output head is the token embedding
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
-    rotary_dim: int | None = (
-        None  # dimensions of a head that rotate, the first; None all
-    )
+    rotary_dim: int | None = None  # leading dimensions of a head that rotate; None: all
     norm_from_one: bool = False  # norms multiply by 1 + scale (Gemma)
-    query_key_norm: bool = False  # a norm of every head's query and key (Qwen 3)
-    joint_head_norm: bool = False  # that norm is one over all heads (OLMo 2)
-    pre_norms: bool = True  # norms of what attention and MLP read
-    post_norms: bool = False  # norms of what attention and MLP return, before the sum
+    query_key_norm: bool = False  # norms on every head's query and key (Qwen 3)
+    joint_head_norm: bool = False  # query_key_norm spans all heads together (OLMo 2)
+    pre_norms: bool = True  # norms on the inputs of attention and MLP
+    post_norms: bool = False  # norms on the outputs of attention and MLP
     parallel_residual: bool = False  # x + attention(norm x) + mlp(norm' x) (GPT-NeoX)
     sliding_window: int | None = None  # tokens a local layer sees, its own included
-    local_layers: tuple[bool, ...] = ()  # [L], which have that window; () is none
-    rope_local_theta: float | None = None  # theirs, never scaled; None is as elsewhere
-    unrotated_layers: tuple[bool, ...] = ()  # [L], without positions; () is none
+    local_layers: tuple[bool, ...] = ()  # [L], True: has sliding_window; () is none
+    rope_local_theta: float | None = None  # local layers' θ, unscaled; None: as global
+    unrotated_layers: tuple[bool, ...] = ()  # [L], True: without positions; () is none
     output_gate: bool = False  # attention(x) · sigmoid(gate x) (Qwen 3.5)
-    delta_net: DeltaNet | None = None  # of the layers below
-    recurrent_layers: tuple[bool, ...] = ()  # [L], without attention; () is none
-    query_scale: float | None = None  # of q·k; None is 1 / sqrt(head_dim)
-    attention_softcap: float | None = None  # c: logits of attention are c tanh(x / c)
-    logit_softcap: float | None = None  # the same of the logits over the vocabulary
-    logit_divisor: float = 1.0  # of the logits over the vocabulary (Granite)
-    residual_scale: float = 1.0  # of what attention and MLP add (Granite)
-    embed_scale: float = 1.0  # of token embeddings as they are read (Gemma)
+    delta_net: DeltaNet | None = None  # the shape of the recurrent layers
+    recurrent_layers: tuple[bool, ...] = ()  # [L], True: no attention; () is none
+    query_scale: float | None = None  # multiplies q·k; None is 1 / sqrt(head_dim)
+    attention_softcap: float | None = None  # c: attention logits are c tanh(x / c)
+    logit_softcap: float | None = None  # c: vocabulary logits are c tanh(x / c)
+    logit_divisor: float = 1.0  # divides the vocabulary logits (Granite)
+    residual_scale: float = 1.0  # multiplies what attention and MLP add (Granite)
+    embed_scale: float = 1.0  # multiplies token embeddings (Gemma)
     experts: Experts | None = None  # each of width intermediate_size; None is dense
-    sinks: bool = False  # a learned logit per head that takes attention and gives none
+    sinks: bool = False  # a learned logit per head in attention's softmax, no value
     vocab_multiple: int = 128  # embedding rows are padded to a multiple of this
-    # Ids below vocab_size that the tokenizer has no token for, as (start, stop): never
-    # predicted, in any role. Of a run, as dtype is: no checkpoint has them.
+    # Ids below vocab_size without a token in the tokenizer, as (start, stop) ranges. No
+    # role predicts them. Set by a run: no checkpoint says them.
     unused_ids: Ranges = ()
     dtype: str = "float32"  # of activations; parameters keep their own
-    remat: Remat = "none"  # what of a layer a gradient computes again
-    unroll: bool = False  # layers one by one in the program, not as a loop over them
-    attention: Attention = "xla"  # what computes that of whole sequences
-    cache: Cache = "same"  # of decoding, keys and values: in dtype, or in int8
-    # Of continuous batching: pages that all rows share for keys and values; None gives
+    remat: Remat = "none"  # what a gradient recomputes
+    unroll: bool = False  # one operation per layer instead of a loop over layers
+    attention: Attention = "xla"  # engine for whole sequences
+    cache: Cache = "same"  # how decoding keeps keys and values: in dtype, or in int8
+    # Continuous batching: pages of keys and values that all rows share; None gives
     # every row its own columns.
     cache_pages: int | None = None
-    page_size: int = PAGE_SIZE  # columns of such a page
+    page_size: int = PAGE_SIZE  # columns of a page
     prefill_chunk: int | None = None  # columns of prompts at a time; None is all
-    transposed_rows: int = (
-        0  # most tokens at a time decoded by `layout.transposed_product`
-    )
+    # Most tokens at a time that are decoded by `layout.transposed_product`.
+    transposed_rows: int = 0
 
     def __post_init__(self) -> None:
         checks.positive(
@@ -239,33 +235,33 @@ class ModelConfig:
     def _faults_of_layers(self) -> Iterator[str]:
         if self.experts is not None and self.recurrent_layers:
             yield (
-                "expected experts or recurrent_layers, whose routing nobody records, "
-                "got both; leave either out"
+                "expected experts or recurrent_layers, as routing is not recorded "
+                "beside recurrent layers, got both; leave either out"
             )
         if self.joint_head_norm and not self.query_key_norm:
             yield (
-                "expected query_key_norm with joint_head_norm, which says over what it "
-                "is; set query_key_norm, or leave joint_head_norm out"
+                "expected query_key_norm with joint_head_norm, which makes it span all "
+                "heads; set query_key_norm, or leave joint_head_norm out"
             )
         if self.unrotated_layers and (
             len(self.unrotated_layers) != self.num_layers or self.positions != "rope"
         ):
             yield (
-                f"expected unrotated_layers to say for each of {self.num_layers} "
-                f"layers with rotary positions whether it is without, got "
-                f"{len(self.unrotated_layers)} entries of positions {self.positions!r}"
+                f"expected one entry of unrotated_layers for each of {self.num_layers} "
+                f"layers, and positions 'rope', got {len(self.unrotated_layers)} "
+                f"entries and positions {self.positions!r}; correct either"
             )
         if self.local_layers and len(self.local_layers) != self.num_layers:
             yield (
-                f"expected local_layers to say for each of {self.num_layers} layers "
-                f"whether it is local, got {len(self.local_layers)} entries"
+                f"expected one entry of local_layers for each of {self.num_layers} "
+                f"layers, got {len(self.local_layers)} entries"
             )
         if any(self.recurrent_layers) != (self.delta_net is not None) or (
             self.recurrent_layers and len(self.recurrent_layers) != self.num_layers
         ):
             yield (
-                f"expected a delta_net and recurrent_layers that say for each of "
-                f"{self.num_layers} layers whether it is one, or neither, got "
+                f"expected a delta_net and one entry of recurrent_layers for each of "
+                f"{self.num_layers} layers (some of them True), or neither, got "
                 f"{self.delta_net} and {len(self.recurrent_layers)} entries"
             )
         if any(self.local_layers) != (self.sliding_window is not None):
@@ -275,9 +271,9 @@ class ModelConfig:
             )
 
     def run_as(self, other: ModelConfig) -> ModelConfig:
-        """This model with what no checkpoint says, as the other has it.
+        """This model with the fields of a run taken from another config.
 
-        That is how it computes (dtype, attention, cache, remat, layout), and which ids
+        They say how it computes (dtype, attention, cache, remat, layout), and which ids
         have no token.
         """
         return dataclasses.replace(
@@ -295,7 +291,7 @@ class ModelConfig:
         )
 
     def is_local(self, layer: int) -> bool:
-        """Whether a layer, from 0, sees the sliding window alone."""
+        """Whether a layer, from 0, sees only the sliding window."""
         return bool(self.local_layers) and self.local_layers[layer]
 
     def is_unrotated(self, layer: int) -> bool:
@@ -307,7 +303,7 @@ class ModelConfig:
         return bool(self.recurrent_layers) and self.recurrent_layers[layer]
 
     def layers_of(self, module: str) -> tuple[int, ...]:
-        """The layers, from 0, that have a module of a block, in which it is stacked."""
+        """The layers, from 0, that have a module of a block, and so its parameters."""
         has = {
             "attention": lambda layer: not self.is_recurrent(layer),
             "delta_net": self.is_recurrent,
@@ -316,7 +312,7 @@ class ModelConfig:
 
     @property
     def period(self) -> int:
-        """After how many layers, a divisor of L, their kinds begin again."""
+        """Smallest divisor of L after which the sequence of layer kinds repeats."""
         kinds = [
             (self.is_recurrent(layer), self.is_local(layer), self.is_unrotated(layer))
             for layer in range(self.num_layers)
@@ -326,7 +322,7 @@ class ModelConfig:
 
     @property
     def num_tokens(self) -> int:
-        """Ids that may be predicted: all of the vocabulary but the unused ones."""
+        """Number of ids that may be predicted: the vocabulary without `unused_ids`."""
         return self.vocab_size - unused_ids.count(self.unused_ids)
 
     @property

@@ -1,14 +1,14 @@
 """The decoder as pure functions: parameters in, hidden states, logits or scores out.
 
     {"embed": {"tokens": [V', D], "positions": [N, D]},    learned positions only
-     "layers": {...},                                      every leaf [L, ...], or
-                                                           of layers that have it
+     "layers": {...},                                      every leaf [n, ...] over the
+                                                           n layers that have it
      "final_norm": {"scale": [D], "bias": [D]},
      "head": {"kernel": [V', D]}}                          untied heads only
 
 V' is the vocabulary padded to `model.vocab_multiple`. A leaf may also be stored in
-int8 or in host memory (`leaves.py`). The loop over layers is in `layers.py`, and for
-new tokens against a cache in `cached_decoder.py`.
+int8 or in host memory (`leaves.py`). `layers.py` loops over the layers of whole rows;
+`cached_decoder.py` runs them on new tokens against a cache.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def init(key: Array, *, model: ModelConfig) -> Params:
 
     Source: Radford et al. 2019 (GPT-2), section 2.3.
     """
-    # Five keys whatever the model has: one without learned positions or with a tied
-    # head draws the same other parameters.
+    # Always five keys: a model without learned positions or with a tied head draws the
+    # same values for its other parameters.
     embed_key, position_key, layer_key, norm_key, head_key = jax.random.split(key, 5)
     x = jnp.zeros((1, 1, model.hidden_size), jnp.float32)
     norm = blocks.Norm(model)
-    # Attention has no parameters, and a kernel takes neither float32 nor one token.
+    # The engine has no parameters, and kernels take neither float32 nor one token.
     plain = dataclasses.replace(model, attention="xla")
 
     def normal(key: Array, rows: int) -> Array:
@@ -81,12 +81,12 @@ def init(key: Array, *, model: ModelConfig) -> Params:
 def shapes(model: ModelConfig) -> Params:
     """Shapes of the parameters that `init` makes, traced once per model."""
     made = jax.eval_shape(lambda key: init(key, model=model), jax.random.key(0))
-    # Without the mesh that was set when this model was asked for first.
+    # Strips the mesh of the first call, which the cache would otherwise keep.
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), made)
 
 
 def num_parameters(model: ModelConfig) -> int:
-    """Number of parameters with the true vocabulary; allocates none of them."""
+    """Number of parameters with the true vocabulary; allocates no arrays."""
     padding = (model.padded_vocab_size - model.vocab_size) * model.hidden_size
     copies = 1 if model.tied_head else 2
     return sum(leaf.size for leaf in jax.tree.leaves(shapes(model))) - copies * padding
@@ -103,7 +103,7 @@ def hidden_states(
     first_column: int = 0,
     experts: Array | None = None,
 ) -> Array:
-    """Hidden states after the final norm; on a mesh with `context` cut over columns.
+    """Hidden states after the final norm. A `context` mesh axis shares the columns.
 
         tokens       a  b  c  d  e  ·        two texts packed into one row
         segments     1  1  2  2  2  0
@@ -112,28 +112,26 @@ def hidden_states(
         e attends          c  d  e
 
     Args:
-      params: as above (a head is not read).
-      tokens: i32[B, S], padded on either side; what stands at padding is not read.
+      params: as in the module's docstring; the head is not read.
+      tokens: i32[B, S], padded on either side; ids at padding are not read.
       mask: bool[B, S], True at tokens.
-      segments: i32[B, S], which text of the row a token is of, 0 at padding: each text
-        is read as if it stood alone. None is one text a row.
-      prefixes: i32[B, S], a segment further left that a token sees too, and from whose
-        end its positions go on: texts with one beginning. 0 and None are none.
-      first_column: hidden states of earlier columns are not wanted and come back as 0;
-        with `model.unroll` the last layer does not compute them.
-      experts: i32[B, S, L, k] of a mixture, the experts that each token meets, from a
-        record of `hidden_and_routing`; -1 leaves a token to its router, and so does
-        None all.
+      segments: i32[B, S], the number of a token's text in its row, 0 at padding. Each
+        text is read as if it stood alone. None: one text per row.
+      prefixes: i32[B, S], a segment further left that a token sees too; its positions
+        continue from the end of that segment. 0 and None are none.
+      first_column: hidden states of earlier columns come back as 0; with `model.unroll`
+        the last layer does not compute them.
+      experts: i32[B, S, L, k], for a mixture: the experts of each token, recorded by
+        `hidden_and_routing`. -1 leaves a token to its router; None leaves all.
 
     Returns:
-      [B, S, D] in `model.dtype`; `hidden[:, t]` has seen `tokens[:, :t + 1]`, of its
-      segment alone. Finite and without meaning at padding.
+      [B, S, D] in `model.dtype`; `hidden[:, t]` has seen `tokens[:, :t + 1]` of its own
+      segment. Values at padding are finite and have no meaning.
 
     Raises:
-      InputError: tokens, mask and segments differ in shape, or there are more columns
-        than learned positions. With segments that is not known here: of a longer text
-        the tokens beyond all take the last position. Or `experts` are not of these
-        tokens and this model.
+      InputError: tokens, mask and segments differ in shape; there are more columns than
+        learned positions (not checked with segments, where the tokens of a longer text
+        share the last position); or `experts` do not fit the tokens and the model.
     """
     hidden, _, _ = _run(
         params,
@@ -160,11 +158,11 @@ def hidden_and_routing(
     first_column: int = 0,
     experts: Array | None = None,
 ) -> tuple[Array, Routing]:
-    """`hidden_states` of a mixture, and what its routers did.
+    """`hidden_states` of a mixture, and the decisions of its routers.
 
     Returns:
-      [B, S, D], and the routing, whose `chosen` is i32[B, S, L, k]: what `experts` of
-      another pass takes. -1 at columns that were not computed.
+      [B, S, D], and the routing. Its `chosen`, i32[B, S, L, k], can be the `experts` of
+      another pass; it is -1 at columns that were not computed.
 
     Raises:
       InputError: as `hidden_states`; or the model is dense.
@@ -194,12 +192,12 @@ def prefill(
     first_column: int = 0,
     record: bool = False,
 ) -> tuple[Array, Any, Routing | None]:
-    """`hidden_states` of one text a row, and what a cache keeps of every layer.
+    """`hidden_states` of one text per row, with the keys and values of every layer.
 
     Returns:
-      [B, S, D], keys and values [L, B, K, S, head_dim] each, in `model.dtype`, of all
-      columns, or what `layers.run` keeps of recurrent layers too, and with `record` the
-      routing. On a mesh with `context` nothing is cut.
+      [B, S, D]; keys and values of all columns, [L, B, K, S, head_dim] each, in
+      `model.dtype`, or with recurrent layers the dictionary that `layers.run` returns;
+      with `record` the routing. Columns are never shared over a `context` mesh axis.
 
     Raises:
       InputError: as `hidden_states`.
@@ -230,7 +228,7 @@ def _run(
     experts: Array | None = None,
     record: bool = False,
 ) -> tuple[Array, Any, Routing | None]:
-    """`prefill`; with a cut keys and values are those of the balanced parts of rows."""
+    """As `prefill`; with a cut, keys and values are of the balanced parts of rows."""
     faults = _faults(
         model=model, tokens=tokens, mask=mask, segments=segments, prefixes=prefixes
     )
@@ -245,7 +243,7 @@ def _run(
         tokens, mask, segments, prefixes, experts = jax.tree.map(
             lambda x: axes.padded(x, room), (tokens, mask, segments, prefixes, experts)
         )
-    # i32[B, S], counted over tokens: left padding does not shift a prompt's positions.
+    # i32[B, S]. Only tokens count: left padding does not shift a prompt's positions.
     positions = positions_of(mask, segments=segments, prefixes=prefixes)
     attended = mask_of(
         mask,
@@ -257,24 +255,24 @@ def _run(
     )
     # Padding may hold any id: one out of range would be NaN, which no mask undoes.
     tokens = jnp.where(mask, tokens, 0)
-    given = Given(experts, mask if record else None)
+    routed = Given(experts, mask if record else None)
     if cut is not None:
-        tokens, positions, given = jax.tree.map(
-            cut.balanced_parts, (tokens, positions, given)
+        tokens, positions, routed = jax.tree.map(
+            cut.balanced_parts, (tokens, positions, routed)
         )
-    if given.chosen is not None:
-        given = given._replace(chosen=jnp.moveaxis(given.chosen, 2, 0))
+    if routed.chosen is not None:
+        routed = routed._replace(chosen=jnp.moveaxis(routed.chosen, 2, 0))
     x = embed(params, model=model, tokens=tokens, positions=positions)
     x, keys_values, routing = layers.run(
         params["layers"],
-        # Says that rows are sharded and D is not: GSPMD would else be free to gather
-        # activations in place of the weights.
+        # Shards rows and not D: GSPMD could otherwise gather activations in place of
+        # the weights.
         axes.rows_apart(x) if cut is None else cut.apart(x),
         model=model,
         mask=attended,
         positions=positions,
         first_column=first_column if cut is None else 0,
-        experts=given,
+        experts=routed,
     )
     if routing is not None:
         chosen = jnp.moveaxis(routing.chosen, 0, 2)
@@ -283,8 +281,7 @@ def _run(
         routing = dataclasses.replace(routing, chosen=chosen)
     hidden = final_norm(params, x, model=model)
     if cut is None:
-        # Columns that were not computed come back as zeros, so that column t is still
-        # t.
+        # Zeros stand for columns that were not computed, so that column t stays t.
         hidden = jnp.pad(hidden, ((0, 0), (first_column, 0), (0, 0)))
         return hidden, keys_values, routing
     hidden = cut.whole_of_balanced(hidden)[:, :columns]
@@ -316,14 +313,14 @@ def _faults(
     if prefixes is not None and model.sliding_window is not None:
         yield (
             f"expected a model without a sliding window for texts that share a prefix, "
-            f"got one of {model.sliding_window} tokens, which columns would not count; "
-            f"let no texts share one"
+            f"got one of {model.sliding_window} tokens, which would count columns of "
+            f"other texts; let no texts share one"
         )
     if prefixes is not None and model.recurrent_layers:
         yield (
-            "expected a model of attention alone for texts that share a prefix, got "
-            "one with recurrent layers, whose state a row has once; let no texts share "
-            "one"
+            "expected a model without recurrent layers for texts that share a prefix, "
+            "got one with them, whose state after a prefix only one text can continue; "
+            "let no texts share one"
         )
 
 
@@ -356,10 +353,10 @@ def vocabulary_head(params: Params, *, model: ModelConfig) -> Array:
 
 
 def read_by_head(hidden: Array, *, model: ModelConfig) -> Array:
-    """What the output head multiplies: hidden states over `model.logit_divisor`."""
+    """The input of the output head: hidden states over `model.logit_divisor`."""
     if model.logit_divisor == 1.0:
         return hidden
-    # Of the smaller factor: nobody who reads logits in chunks need know of it.
+    # Dividing here spares every reader of chunked logits the division.
     return hidden / jnp.asarray(model.logit_divisor, hidden.dtype)
 
 
@@ -368,12 +365,12 @@ def logits(
 ) -> Array:
     """f32[..., V] over the true vocabulary, accumulated in float32 and soft-capped.
 
-    Ids that no token has (`model.unused_ids`) are at -inf.
+    Ids without a token (`model.unused_ids`) are -inf.
 
     Args:
       hidden: [..., D], after the final norm.
-      spread: rows go to all devices that share the vocabulary too, each of them whole
-        (`axes.rows_spread`), for a draw from every row.
+      spread: also shards whole rows over the devices that share the vocabulary
+        (`axes.rows_spread`), so that a draw from a row is local.
     """
     # Products in the compute dtype; `preferred_element_type` below sums them in
     # float32.
@@ -419,7 +416,7 @@ def scores(params: Params, hidden: Array) -> Array:
     """f32[...]: hidden · kernel + bias, in float32."""
     params = leaves.read(params)
     kernel = params["kernel"].astype(jnp.float32)
-    # A score is one number per response: in bfloat16 it would have three digits.
+    # Scores are compared with each other, and bfloat16 has three digits.
     rows = hidden.astype(jnp.float32).reshape(-1, hidden.shape[-1])
     flat = rows @ kernel + params["bias"].astype(jnp.float32)
     return flat.reshape(hidden.shape[:-1])

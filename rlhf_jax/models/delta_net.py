@@ -1,23 +1,23 @@
-"""Gated DeltaNet: a layer that keeps one matrix per head of all that it has read.
+"""Gated DeltaNet: a layer whose memory of the text is one matrix per head.
 
     S ← α_t S,   S ← S + k_t (β_t (v_t - Sᵀ k_t))ᵀ,   o_t = Sᵀ q_t
 
-S is f32[key_dim, value_dim] and 0 where a text begins; k_t has length 1, and q_t
-1/√key_dim. α_t = exp(-rate · softplus(decay_t)) forgets, and β_t = sigmoid(beta_t) says
-how far what S holds at k_t is replaced by v_t. Query, key and value come out of a
-projection, a causal convolution of each channel, and silu; o_t is normed, multiplied by
-silu of a gate and projected. G value heads share the query and key of a key head.
+S is f32[key_dim, value_dim] and 0 where a text begins; k_t has length 1, and q_t length
+1/√key_dim. α_t = exp(-rate · softplus(decay_t)) is the decay, and β_t = sigmoid(beta_t)
+the share of S at k_t that v_t replaces. Query, key and value are a projection, a causal
+convolution of each channel, and silu; o_t is normed, multiplied by silu of a gate, and
+projected. G value heads share the query and key of a key head.
 
-`step` is that recurrence, for a token that is decoded. `chunked` computes whole rows C
-tokens at a time. Within a chunk, with γ_t = Π α up to t from where S comes in,
+`step` computes this recurrence for one decoded token; `chunked` computes whole rows, C
+tokens at a time. Within a chunk, with γ_t the product of α from the chunk's start to t,
 
     Δ = (I + L)⁻¹ (β v - β γ k S),   L_ij = β_i (γ_i/γ_j) k_i·k_j where j < i
     o_i = γ_i q_i S + Σ_{j ≤ i} (γ_i/γ_j) q_i·k_j Δ_j
     S  ← γ_C S + Σ_j (γ_C/γ_j) k_j Δ_jᵀ
 
-Texts are numbered along a row, and 0 is that of the state which comes in. A token sees
-the tokens of its own text alone, and S if that is of its text. Padding has α = 1 and
-β = 0: it leaves S as it is.
+Texts are numbered along a row; 0 is the text of the initial state. A token sees only
+the tokens of its own text, and S only if S is of its text. Padding has α = 1 and
+β = 0, which leaves S unchanged.
 
 Source: Yang et al. 2024, arXiv:2412.06464, eq. 10 and section 3.3.
 """
@@ -37,12 +37,12 @@ from rlhf_jax.models.config import ModelConfig
 
 Array = jax.Array
 CHUNK = 64  # tokens at a time, a power of two
-# A TPU would else round the factors to bfloat16.
+# A TPU would otherwise round the factors to bfloat16.
 PRECISION = jax.lax.Precision.HIGHEST
 
 
 class Tokens(NamedTuple):
-    """What the recurrence reads, in float32."""
+    """Inputs of the recurrence, in float32."""
 
     query: Array  # [B, T, K, key_dim]
     key: Array  # [B, T, K, key_dim]
@@ -52,19 +52,20 @@ class Tokens(NamedTuple):
 
 
 def step(tokens: Tokens, memory: Array) -> tuple[Array, Array]:
-    """One token of every row by the recurrence.
+    """One step of the recurrence, for one token of every row.
 
     Args:
       tokens: as above, without the dimension T.
       memory: f32[B, H, key_dim, value_dim].
 
     Returns:
-      o f32[B, H, value_dim] and the memory behind the token. The gradient reaches all.
+      o f32[B, H, value_dim] and the memory after the token. The gradient reaches tokens
+      and memory.
     """
     groups = tokens.value.shape[1] // tokens.key.shape[1]
     query, key = (jnp.repeat(x, groups, axis=1) for x in (tokens.query, tokens.key))
     memory = memory * jnp.exp(tokens.log_decay)[..., None, None]
-    # Sums of products, and no matrix product: a row's are its own to the bit.
+    # Sums instead of matrix products: a row's result does not depend on other rows.
     recalled = (memory * key[..., None]).sum(axis=-2)
     change = tokens.beta[..., None] * (tokens.value - recalled)
     memory = memory + key[..., None] * change[..., None, :]
@@ -74,17 +75,17 @@ def step(tokens: Tokens, memory: Array) -> tuple[Array, Array]:
 def chunked(
     tokens: Tokens, memory: Array, *, texts: Array, chunk: int = CHUNK
 ) -> tuple[Array, Array]:
-    """Whole rows, a chunk at a time; `step` of every token up to rounding.
+    """Whole rows, a chunk at a time; equal to `step` on every token up to rounding.
 
     Args:
       memory: f32[B, H, key_dim, value_dim], of text 0.
-      texts: i32[B, T], which text a token is of, never falling; padding goes on with
-        the text before it.
+      texts: i32[B, T], the number of a token's text, non-decreasing; padding has the
+        number of the text before it.
       chunk: C, a power of two.
 
     Returns:
-      o f32[B, T, H, value_dim] and the memory of the last text, behind it. The gradient
-      reaches tokens and memory.
+      o f32[B, T, H, value_dim] and the memory after the last text. The gradient reaches
+      tokens and memory.
     """
     rows, columns, heads, _ = tokens.value.shape
     key_heads = tokens.key.shape[2]
@@ -109,7 +110,7 @@ def chunked(
     )
     same = texts[..., :, None] == texts[..., None, :]
     sees = same[:, :, None, None] & (row >= column)
-    # Chosen before `exp`, which would overflow to the right of the diagonal.
+    # Masked before `exp`, which would overflow to the right of the diagonal.
     between = passed[..., None] - passed[..., None, :]
     between = jnp.where(sees, jnp.exp(jnp.where(sees, between, 0.0)), 0.0)
     goes_on = (texts == before[..., None])[:, :, None, None]
@@ -148,15 +149,14 @@ def chunked(
 
 @jax.custom_jvp
 def _inverse(below: Array) -> Array:
-    """(I + L)⁻¹ of L f32[..., C, C] that is 0 but below the diagonal, by halves.
+    """(I + L)⁻¹ of a strictly lower triangular L, f32[..., C, C], by block doubling.
 
-    With blocks X of size s on the diagonal inverted already, those of size 2 s are
+    From the inverted diagonal blocks X of size s, those of size 2 s are
 
         [X₁  0]⁻¹     [X₁           0 ]
         [L   X₂]   =  [-X₂ L X₁     X₂]
 
-    Products alone, which no row shares with another. A power series of L would have
-    terms far above their sum.
+    A power series of L would lose precision: its terms are far larger than their sum.
     """
     size = below.shape[-1]
     inverse = jnp.broadcast_to(jnp.eye(size, dtype=below.dtype), below.shape)
@@ -174,7 +174,7 @@ def _inverse(below: Array) -> Array:
 
 @_inverse.defjvp
 def _inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    # d (I + L)⁻¹ = -(I + L)⁻¹ dL (I + L)⁻¹: a gradient keeps the result, no step of it.
+    # d (I + L)⁻¹ = -(I + L)⁻¹ dL (I + L)⁻¹: a gradient keeps only the result.
     inverse = _inverse(*primals)
     left = jnp.matmul(inverse, tangents[0], precision=PRECISION)
     return inverse, -jnp.matmul(left, inverse, precision=PRECISION)
@@ -186,8 +186,8 @@ def convolved(x: Array, taps: Array, *, tail: Array, texts: Array) -> Array:
     Args:
       x: [B, T, C], 0 at padding.
       taps: [W, C].
-      tail: [B, W - 1, C], x of the tokens before, of text 0.
-      texts: as of `chunked`.
+      tail: [B, W - 1, C], x of the preceding tokens, of text 0.
+      texts: as in `chunked`.
     """
     columns, before = x.shape[1], tail.shape[1]
     x, of = jnp.concatenate([tail, x], axis=1), jnp.pad(texts, ((0, 0), (before, 0)))
@@ -201,7 +201,7 @@ def convolved(x: Array, taps: Array, *, tail: Array, texts: Array) -> Array:
 
 
 def _tail(x: Array, *, tail: Array, end: Array) -> Array:
-    """[B, W - 1, C]: what stands before column i32[B] of x, which follows the tail."""
+    """The last W - 1 inputs before column `end`, i32[B], of x: [B, W - 1, C]."""
     both = jnp.concatenate([tail, x], axis=1)
     column = end[:, None] + jnp.arange(tail.shape[1], dtype=jnp.int32)[None]
     return jnp.take_along_axis(both, column[..., None], axis=1)
@@ -212,7 +212,7 @@ def _unit(x: Array) -> Array:
 
 
 def _rates(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    """log of U(1/16, 16), as far apart as what heads remember."""
+    """log of U(1/16, 16): heads begin with memories of different length."""
     return jnp.log(jax.random.uniform(key, shape, dtype, minval=1 / 16, maxval=16.0))
 
 
@@ -221,11 +221,11 @@ class GatedDeltaNet(nn.Module):
 
     Args of a call:
       x: [B·T, D].
-      mask: the record of T columns, whose tokens and texts it says, or with a cache
-        bool[B, T], which are tokens; None is all.
+      mask: an `AttentionMask` of T columns, or with a cache bool[B, T], True at tokens;
+        None: all are.
 
     Returns:
-      [B·T, D], and the state behind the last token.
+      [B·T, D], and the state after the last token.
     """
 
     model: ModelConfig
@@ -312,7 +312,7 @@ class GatedDeltaNet(nn.Module):
 
 
 def texts_of(segments: Array) -> Array:
-    """i32[B, T], the number of its text in the row, from 1, of segments i32[B, T].
+    """Numbers the texts of a row from 1: segments i32[B, T] to i32[B, T].
 
     >>> print(texts_of(jnp.array([[0, 3, 3, 5, 0]])))
     [[0 1 1 2 2]]

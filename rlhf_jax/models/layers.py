@@ -1,15 +1,15 @@
 """The layers of a decoder over whole rows, and stacked layers taken apart.
 
-`lax.scan` runs over stacked layers, [L, ...] a leaf; with `model.unroll` each layer is
-an operation of its own. Where some layers have modules that others lack, the leaves of
-a module are stacked over the layers that have it, and the scan is over periods:
+`lax.scan` runs over stacked layers, every leaf [L, ...]; with `model.unroll` each layer
+is an operation of its own. Where some layers have modules that others lack, the leaves
+of a module are stacked over the layers that have it, and the scan is over periods:
 
     layer          0 1 2 3  4 5 6 7        a: attention, d: a DeltaNet
     has            d d d a  d d d a        attention [2, ...], delta_net [6, ...],
     turn of scan   0 0 0 0  1 1 1 1        mlp [8, ...]
 
-A layer that is stored in int8 or on the host (`leaves.py`) is
-read when its turn comes. `cached_decoder.py` runs layers on new tokens.
+A layer that is stored in int8 or on the host (`leaves.py`) is read when its turn comes.
+`cached_decoder.py` runs layers on new tokens.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from rlhf_jax.models.positions import angles, unless
 
 Array = jax.Array
 Params = Any  # nested dict of arrays
-Sight = tuple[AttentionMask, Any]  # what is attended to, and the rotary table
+Sight = tuple[AttentionMask, Any]  # the attention mask and the rotary table of a layer
 
 POLICIES: dict[Remat, Callable[..., Any]] = {
-    # Every projection is a matrix product; attention's two have batch dimensions. A
-    # layer that is stored in int8 or on the host is read by no product: never kept.
+    # Every projection is a matrix product; attention's two have batch dimensions. The
+    # weights of a layer stored in int8 or on the host come from no product, and so are
+    # never kept.
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
-"""What a gradient keeps of a layer beside its input, by the name of `model.remat`."""
+"""What a gradient keeps of a layer besides its input, by `model.remat`."""
 
 
 def run(
@@ -51,7 +52,7 @@ def run(
     first_column: int = 0,
     experts: Given = NOTHING,
 ) -> tuple[Array, Any, Routing | None]:
-    """All layers, one after another.
+    """Runs all layers, one after another.
 
     Args:
       x: [B, S, D] in `model.dtype`, the embeddings.
@@ -59,31 +60,31 @@ def run(
         [B·c, S/c, ...].
       first_column: earlier columns are left out of the hidden states; with
         `model.unroll` the last layer does not compute them.
-      experts: of a mixture, of the shape of x.
+      experts: for a mixture, which experts to replay or record; of the tokens of x.
 
     Returns:
-      [B, S - first_column, D] before the final norm, keys and values
-      [L, B, K, S, head_dim] each, of all columns, and the `Routing` of B x S tokens if
-      `experts` asks for it; of columns that were not computed nothing is recorded. With
-      recurrent layers the second is {"attention": keys and values, "delta_net":
-      states}, [n, B, ...] each.
+      [B, S - first_column, D] before the final norm; keys and values of all columns,
+      [L, B, K, S, head_dim] each; and, if `experts` asks for it, the `Routing` of B x S
+      tokens, which records nothing for columns that were not computed. With recurrent
+      layers the second is {"attention": keys and values, "delta_net": states},
+      [n, B, ...] each.
     """
     # Tables once for all layers, and not in every turn of the scan.
     everything = mask, angles(positions, model=model)
     window = everything
     if model.sliding_window is not None:
-        # The tokens of a text stand side by side, so that columns count them.
+        # The tokens of a text are neighbours: a distance in columns is one in tokens.
         near = dataclasses.replace(mask, window=model.sliding_window)
         window = near, angles(positions, model=model, local=True)
     stored = leaves.any_stored(layers)
-    # A gradient (to adapters beside such a base) would keep what every layer was read
-    # as, which is the whole model; it reads them again instead.
+    # A gradient (to adapters beside such a base) would keep every layer as it was read,
+    # which is the whole model; it reads them again instead.
     remat = "full" if model.remat == "none" and stored else model.remat
 
     def rematerialised(run: Callable[..., Any]) -> Callable[..., Any]:
         if remat == "none":
             return run
-        # Only a loop keeps the two passes apart by itself.
+        # Only a loop keeps the two forward passes apart by itself.
         return jax.checkpoint(run, policy=POLICIES[remat], prevent_cse=model.unroll)
 
     if model.recurrent_layers:
@@ -116,10 +117,10 @@ def run(
             outputs.append(output)
         return x, *jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
 
-    # Local and global layers in one scan: which one a turn is goes in as an array.
+    # Local and global layers share one scan: an array says which kind each layer is.
     mixed = any(model.local_layers) and not all(model.local_layers)
     local = jnp.asarray(model.local_layers) if mixed else None
-    # A window of all columns hides nothing.
+    # Global layers get a window of all columns, which hides nothing.
     size = mask.columns
     widths = size if model.sliding_window is None else model.sliding_window, size
     unrotated = jnp.asarray(model.unrotated_layers) if model.unrotated_layers else None
@@ -133,8 +134,8 @@ def run(
                 window[1],
                 everything[1],
             )
-            # Traced, as the scan has one body; `windows` has the two values, for
-            # engines whose windows are static.
+            # The width is traced, as the scan has one body; `windows` has its two
+            # values, for engines whose windows are static.
             width = jnp.where(local, *widths)
             sight = dataclasses.replace(mask, window=width, windows=widths), rotary
         if unrotated is not None:
@@ -142,7 +143,7 @@ def run(
         own = Given(chosen, experts.tokens)
         return _layer(x, layer, own, model=model, sight=sight)
 
-    # One layer is compiled for all L; what each keeps for the gradient is `remat`'s.
+    # One layer is compiled for all L.
     of_layers = layers, local, unrotated, experts.chosen
     x, (key_values, routing) = jax.lax.scan(rematerialised(scanned), x, of_layers)
     return x[:, first_column:], key_values, routing
@@ -157,18 +158,18 @@ def _traced_once(
     sight: Sight,
     first: int,
 ) -> tuple[Any, Any]:
-    """`_layer`, for layers that run one by one: what is alike is traced once."""
+    """`_layer` for layers that run one by one; equal layers are traced once."""
     mask, rotary = sight
-    window = mask.window  # a number, which `jit` would trace
+    window = mask.window  # an int, which `jit` would trace
     mask = dataclasses.replace(mask, window=None)
     return _jitted_layer(
         x, params, experts, mask, rotary, model=model, window=window, first=first
     )
 
 
-# Not for its speed, which is that of the program it is a part of: JAX keeps what it
-# traced, so that a program with six layers, or with a branch for each size of packed
-# rows, does not trace the same lines again. Compilers inline the call.
+# Jitted to save tracing: JAX caches the trace, so that a program with six layers, or
+# with a branch for each size of packed rows, does not trace the same lines again.
+# Compilers inline the call.
 @functools.partial(jax.jit, static_argnames=("model", "window", "first"))
 def _jitted_layer(
     x: Array,
@@ -214,7 +215,7 @@ def block_of(model: ModelConfig, *, recurrent: bool) -> blocks.Block:
     """The block of a layer, with attention or a DeltaNet."""
     if not recurrent:
         return blocks.Block(model)
-    # Loaded by the models that have it.
+    # Imported only for models that have it.
     from rlhf_jax.models.delta_net import GatedDeltaNet
 
     return blocks.Block(model, GatedDeltaNet)
@@ -228,16 +229,16 @@ def in_periods(
     model: ModelConfig,
     period: int,
 ) -> tuple[Array, Any]:
-    """x through all layers, a period of them in each turn of one scan.
+    """Runs x through all layers, one period of them per turn of a scan.
 
     Args:
-      one: of x, what each stack has of a layer, and its number in the period: returns
-        x, and {module: what is kept}.
-      stacks: {module: leaves stacked over the layers that have it} each.
+      one: (x, the layer's part of each stack, its number in the period) to x and
+        {module: output to keep}.
+      stacks: each is {module: leaves stacked over the layers that have it}.
       period: a multiple of `model.period`.
 
     Returns:
-      x, and {module: what is kept, stacked over the layers that have it}.
+      x, and {module: outputs, stacked over the layers that have it}.
     """
     turns = model.num_layers // period
 
@@ -262,7 +263,7 @@ def in_periods(
 
 
 def stacked(layers: Sequence[Params]) -> Params:
-    """{module: leaves [n, ...]} of layers, n of which have the module."""
+    """Stacks layers, {module: leaves [n, ...]} over the n that have the module."""
     modules = dict.fromkeys(module for layer in layers for module in layer)
     return {
         module: jax.tree.map(
@@ -279,7 +280,7 @@ def unstack(
     """Takes stacked layers (or caches) apart, once, before a decode loop.
 
     Args:
-      layers: how many of the model's, a multiple of its period; None is all.
+      layers: how many layers the tree has, a multiple of `model.period`; None is all.
     """
     count = model.num_layers if layers is None else layers
     if not model.recurrent_layers:
@@ -297,7 +298,7 @@ def unstack(
 
 def _split(tree: Any, count: int) -> tuple[Any, ...]:
     leaves, structure = jax.tree.flatten(tree)
-    # Of a split the gradient is one concatenation; of L slices it would be a sum of L
+    # The gradient of a split is one concatenation; that of L slices would be a sum of L
     # arrays as large as the whole.
     split = [jax.lax.split(leaf, (1,) * count, axis=0) for leaf in leaves]
     return tuple(

@@ -1,21 +1,22 @@
-"""Layouts: choices by backend that change how fast something runs, and only rounding.
+"""Layouts: choices by backend that change speed, and results only by rounding.
 
-`fastest` makes those of a model, as measured. A `ModelConfig` that is built by hand has
-the layout that every backend runs well and that compiles in the time of one layer.
-`choose` takes the engine of `attention/` for whole rows: `auto` is xla for short rows,
-and for long ones the flash attention of the backend if that can compute the model's,
-splash on a TPU, cuDNN on an NVIDIA GPU, else blockwise, which runs everywhere; and ring
-where devices share rows so long that none can gather their keys.
-`change_if` is how an optimizer's step is made or left out, `product` how a matrix meets
-its weights, `transposed_product` how a few rows do, `apart` what stays a product of its
-own.
+`fastest` sets the layout of a model, as measured. A `ModelConfig` that is built by hand
+has the layout that every backend runs well and that compiles in the time of one layer.
+
+`choose` picks the engine of `attention/` for whole rows. `auto` is xla for short rows.
+For long rows it is the flash attention of the backend if that can compute the model's
+attention (splash on a TPU, cuDNN on an NVIDIA GPU), else blockwise, which runs
+everywhere; and ring where devices share rows too long for any of them to gather.
+
+`change_if` applies an optimizer's step or skips it, `product` multiplies by weights,
+`transposed_product` does so for few rows, and `apart` keeps a product unmerged.
 
 Seconds of a PPO update by XLA:CPU, 2 cores with AVX-512, jax 0.10, with a loop over the
 layers and with layers one by one:
 
-    2 layers, d 64      0.197  0.125    a loop's own work is most of it
-    4 layers, d 256    5.95   4.93     what a loop keeps for the gradient is copied
-    12 layers, d 768   6.3    6.3      and takes 2.5 times as long to compile
+    2 layers, d 64      0.197  0.125    the loop's overhead is most of the time
+    4 layers, d 256    5.95   4.93     a loop copies what it keeps for the gradient
+    12 layers, d 768   6.3    6.3      one by one compiles 2.5 times as long
 """
 
 from __future__ import annotations
@@ -33,24 +34,24 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.axes import CONTEXT_AXIS
 from rlhf_jax.models.config import Attention, ModelConfig
 
-# The engines that one backend alone has.
+# Engines that need a backend.
 BACKEND: dict[Attention, str] = {"splash": "tpu", "cudnn": "gpu"}
 # Columns from which xla's [B, H, S, S] costs more than a loop over blocks, measured on
 # CPUs (`experiments/benchmarks/attention.py`).
 LONG = 1024
-# What takes queries of any columns, as a device has of a row that is cut.
+# Engines that take queries of any columns, as devices that share a row have.
 ANY_COLUMNS: tuple[Attention, ...] = ("xla", "blockwise", "splash", "ring")
-# Bytes of a row's keys and values in a layer from which devices that share its columns
-# do not gather them: with copies and gradients that takes three times as much (H100).
+# Most bytes of a row's keys and values in a layer that devices sharing its columns
+# gather: with copies and gradients that takes three times as much (H100).
 GATHERED = 2**30
-# What computes texts that share a prefix, such as the responses to one prompt.
+# Engines for texts that share a prefix, such as the responses to one prompt.
 PREFIXES: tuple[Attention, ...] = ("xla", "blockwise", "cudnn")
 CUDNN_HEAD_DIM = 128  # largest that the backward pass takes on every GPU
-SPLASH_HEAD_DIM = 64  # what a head's size is a multiple of
+SPLASH_HEAD_DIM = 64  # head_dim must be a multiple of this
 
 
 class Choice(NamedTuple):
-    """An engine, and the reason in words that follow its name."""
+    """An engine, and why it was chosen, in words that follow its name."""
 
     engine: Attention
     reason: str
@@ -63,19 +64,19 @@ def choose(
     backend: str | None = None,
     context: int | None = None,
 ) -> Choice:
-    """The engine for rows of a model.
+    """Chooses the attention engine for rows of a model.
 
     Args:
-      backend: "cpu", "gpu" or "tpu"; None is that of the mesh that is set, or else the
-        default one of this process.
-      context: devices that share the columns of a row; None is as on the mesh that is
+      backend: "cpu", "gpu" or "tpu"; None: that of the mesh that is set, or else the
+        default of this process.
+      context: devices that share the columns of a row; None: as on the mesh that is
         set.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if backend is None:
         backend = backend_of(mesh)
     sharing: int = dict(mesh.shape).get(CONTEXT_AXIS, 1) if context is None else context
-    # Rows that no devices share, as prompts that are sampled from, have no ring.
+    # Rows whose columns are not shared, such as prompts in sampling, have no ring.
     if model.attention != "auto" and (model.attention != "ring" or sharing > 1):
         return Choice(model.attention, "as asked")
     if columns < LONG:
@@ -98,7 +99,7 @@ def choose(
 
 
 def obstacle_to(engine: Attention, model: ModelConfig) -> str | None:
-    """Why an engine cannot compute a model's attention, on any machine; or None."""
+    """Why an engine cannot compute a model's attention on any machine, or None."""
     if engine == "cudnn":
         if model.attention_softcap is not None:
             return "has no soft cap"
@@ -114,7 +115,7 @@ def obstacle_to(engine: Attention, model: ModelConfig) -> str | None:
 
 
 def refuse(model: ModelConfig, *, backend: str) -> None:
-    """Stops where a backend lacks the engine that a model names.
+    """Raises if a backend lacks the engine that a model names.
 
     Raises:
       InputError: says which backend the engine needs, or what it cannot compute.
@@ -136,11 +137,11 @@ def refuse(model: ModelConfig, *, backend: str) -> None:
 def refuse_context(
     engine: Attention, *, context: int, model: ModelConfig | None = None
 ) -> None:
-    """Stops where an engine, or a model, cannot have so many devices share columns.
+    """Raises if an engine or a model cannot run with `context` devices per row.
 
     Raises:
-      InputError: says which engines compute a row whose columns are cut, that ring
-        computes no other, or that the model's layers do not.
+      InputError: `context` > 1 with an engine that needs whole rows or with recurrent
+        layers; or ring with `context` = 1.
     """
     if context > 1 and model is not None and model.recurrent_layers:
         raise InputError(
@@ -163,7 +164,7 @@ def refuse_context(
 
 
 def refuse_expert_axis(devices: int, *, model: ModelConfig) -> None:
-    """Stops where devices would share the experts of a model that has none.
+    """Raises if devices would share the experts of a model that has none.
 
     Raises:
       InputError: the mesh has an expert axis, and the model is dense.
@@ -185,20 +186,20 @@ def backend_of(mesh: AbstractMesh) -> str:
 Tree = TypeVar("Tree")
 
 UNROLLED = {"cpu": 8}  # most layers that run one by one, by backend; else none
-TRANSPOSED_ROWS = (
-    32  # most tokens at a time for which a CPU takes `transposed_product`...
-)
-TRANSPOSED_SIZE = 512  # ...in models that are at least so wide
+# A CPU uses `transposed_product` for at most so many tokens at a time, in models of at
+# least this hidden size.
+TRANSPOSED_ROWS = 32
+TRANSPOSED_SIZE = 512
 
 
 def fastest(model: ModelConfig, *, backend: str | None = None) -> ModelConfig:
-    """The same model as it runs fastest on a backend.
+    """The model with the fastest layout for a backend.
 
     Args:
-      backend: "cpu", "gpu" or "tpu"; None is the default one of this process.
+      backend: "cpu", "gpu" or "tpu"; None is the default of this process.
 
     Raises:
-      InputError: the backend does not have the attention that the model asks for.
+      InputError: the backend lacks the attention engine that the model names.
     """
     backend = jax.default_backend() if backend is None else backend
     refuse(model, backend=backend)
@@ -209,14 +210,14 @@ def fastest(model: ModelConfig, *, backend: str | None = None) -> ModelConfig:
 
 
 def product(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x w, a matrix product whose gradient of w is taken as the backend does it best.
+    """x w, with the gradient of w computed the way that is fastest on the backend.
 
     A CPU transposes x in memory first: XLA:CPU is slow where both operands contract
-    their first dimension, the slower the more columns x has. Of [1024, k] and
-    [1024, n], 2 cores of an EPYC, jax 0.10, in ms: k 256, n 256 0.97 and 0.80; k 1024,
-    n 256 4.5 and 3.0; k 256, n 1024 3.0 and 2.8. Where `remat` keeps products in a loop
-    over layers, up to an eighth more memory is held. Elsewhere, and within `shard_map`,
-    it is x @ w.
+    their first dimension, the more so the more columns x has. Milliseconds for
+    [1024, k] and [1024, n] without and with it (2 cores of an EPYC, jax 0.10): k 256,
+    n 256 0.97 and 0.80; k 1024, n 256 4.5 and 3.0; k 256, n 1024 3.0 and 2.8. Where
+    `remat` keeps products in a loop over layers, it takes up to an eighth more memory.
+    On other backends, and within `shard_map`, this is x @ w.
 
     Args:
       x: floats[..., N, k].
@@ -255,10 +256,11 @@ _product.defvjp(lambda x, w: (x @ w, (x, w)), _product_backward)
 def transposed_product(x: jax.Array, w: jax.Array) -> jax.Array:
     """x wᵀ, computed as (w xᵀ)ᵀ, for few rows of x.
 
-    XLA:CPU reads weights faster where they come first. Of 8 rows, 2 cores of an EPYC,
-    jax 0.10, in ms, as x @ W of [in, out], as x @ wᵀ, and so: in 3072, out 768 0.58,
-    1.01 and 0.37; in 768, out 3072 0.56, 0.78 and 0.46; a head of 50,304 tokens 9.8,
-    11.6 and 6.6. At 64 rows an eighth to a fifth is left, in narrow models little.
+    XLA:CPU reads weights faster as the first operand. Milliseconds for 8 rows (2 cores
+    of an EPYC, jax 0.10) as x @ W of [in, out], as x @ wᵀ, and as here: in 3072, out
+    768 0.58, 1.01 and 0.37; in 768, out 3072 0.56, 0.78 and 0.46; a head of 50,304
+    tokens 9.8, 11.6 and 6.6. At 64 rows it saves an eighth to a fifth; in narrow models
+    little.
 
     Args:
       x: floats[N, in].
@@ -268,14 +270,14 @@ def transposed_product(x: jax.Array, w: jax.Array) -> jax.Array:
       f32[N, out].
     """
     y = jnp.matmul(w, x.T, preferred_element_type=jnp.float32)
-    return jax.lax.optimization_barrier(y).T  # else XLA undoes both transpositions
+    return jax.lax.optimization_barrier(y).T  # else XLA undoes both transposes
 
 
 def apart(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x and w themselves, for a product that is not merged with others of x.
+    """Returns x and w such that XLA:GPU does not merge x w with other products of x.
 
-    XLA:GPU merges products that share an operand, and writes their weights side by side
-    first: in a loop over tokens all weights of a layer, for an adapter's few columns.
+    To merge products that share an operand, it first concatenates their weights: in a
+    decode loop all weights of a layer at every token, for an adapter's few columns.
     """
 
     def barrier(*factors: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -287,13 +289,13 @@ def apart(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def change_if(flag: jax.Array, change: Callable[[Tree], Tree], tree: Tree) -> Tree:
-    """change(tree) where the flag is True; elsewhere the tree itself, to the bit.
+    """change(tree) if the flag is True, else the tree itself, to the bit.
 
-    On a CPU by a branch, which writes over what is donated, where a choice element by
-    element has XLA:CPU copy every moment of an optimizer first. Elsewhere by such a
-    choice, as a GPU would have to ask its host which branch to launch; also outside of
-    `jit`, where a branch is compiled at every call, and within `shard_map`, where
-    devices may differ. `vmap` makes a choice of the branch.
+    On a CPU this is a `lax.cond`, which writes over donated arrays; with `jnp.where`
+    XLA:CPU would first copy every moment of an optimizer. It is `jnp.where` on other
+    backends, as a GPU would have to ask its host which branch to launch; outside of
+    `jit`, where a branch is compiled at every call; and within `shard_map`, where
+    devices may differ. `vmap` turns the branch into a choice.
 
     Args:
       change: keeps structure, shapes and dtypes.

@@ -1,8 +1,8 @@
 """Parameters that are not plain arrays on the device: in int8, or in host memory.
 
-Either stands in a parameter tree where an array would, and is a pytree itself, so that
-`lax.scan` slices it by layer as it slices an array. The decoder reads each layer as it
-comes to it: what is held is small or far, and one layer at a time is neither.
+Both take the place of an array in a parameter tree and are pytrees themselves, so that
+`lax.scan` slices them by layer. The decoder reads one layer at a time, when its turn
+comes, so that the whole model is never on the device in full precision.
 
     {"kernel": Int8(values i8[L, in, out], scales f32[L, 1, out])}  --scan-->  read
     {"kernel": OnHost(f32[L, in, out])}                             --scan-->  read
@@ -25,11 +25,11 @@ class Int8:
     """Weight-only int8, symmetric: parameter = values · scales."""
 
     values: Array  # i8[...], -127 to 127
-    scales: Array  # f32, 1 along the axis that shares a scale, else as `values`
+    scales: Array  # f32, the shape of `values` but 1 along the axis that shares a scale
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the parameters."""
+        """Shape of the parameters."""
         return self.values.shape
 
     def read(self) -> Array:
@@ -37,20 +37,19 @@ class Int8:
         return self.values.astype(jnp.float32) * self.scales
 
     def rows(self, index: Array) -> Array:
-        """f32[*index.shape, D]: rows of a table; no other row is read."""
-        # Gathered first: the table is never unpacked whole.
+        """f32[*index.shape, D]: rows of a table; only these are converted."""
         return self.values[index].astype(jnp.float32) * self.scales[index]
 
 
 @flax.struct.dataclass
 class OnHost:
-    """A leaf, or an `Int8`, that lives in the host's memory."""
+    """An array or an `Int8` in the host's memory."""
 
     held: Any
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the parameters."""
+        """Shape of the parameters."""
         return self.held.shape
 
     def read(self) -> Array:
@@ -63,7 +62,7 @@ class OnHost:
 
 
 def misfits(arrays: Mapping[str, Any], *, shapes: Mapping[str, Any]) -> list[str]:
-    """A line for every array that is missing, unknown or not of its shape, by name."""
+    """Describes every array that is missing, unknown or of the wrong shape, by name."""
     problems = [f"missing: {name}" for name in shapes if name not in arrays]
     for name, array in arrays.items():
         if name not in shapes:
@@ -77,17 +76,17 @@ def misfits(arrays: Mapping[str, Any], *, shapes: Mapping[str, Any]) -> list[str
 
 
 def is_stored(leaf: Any) -> bool:
-    """True for a leaf that has to be read before it is an array."""
+    """Whether a leaf is in int8 or on the host, and has to be read first."""
     return isinstance(leaf, Int8 | OnHost)
 
 
 def any_stored(tree: Any) -> bool:
-    """True if a leaf of the tree has to be read."""
+    """Whether any leaf of the tree has to be read first."""
     return any(map(is_stored, jax.tree.leaves(tree, is_leaf=is_stored)))
 
 
 def read(tree: Any) -> Any:
-    """The tree with every leaf a plain array on the device."""
+    """Reads every leaf into a plain array on the device."""
     return jax.tree.map(
         lambda leaf: leaf.read() if is_stored(leaf) else leaf, tree, is_leaf=is_stored
     )

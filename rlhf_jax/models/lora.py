@@ -3,9 +3,9 @@
     {"layers": {"attention": {"query": {"lora_a": f32[L, in, r],
                                         "lora_b": f32[L, r, out]}}}}
 
-`attach` puts them beside the kernels that they adapt, whose leaves may be stored in any
-way (`leaves.py`); the decoder does the rest. A scalar model's are {"trunk": adapters,
-"score": ...}: the score is trained whole, over the same base.
+`attach` puts them beside the kernels that they adapt, which may be stored in any way
+(`leaves.py`); the decoder applies them. A scalar model has {"trunk": adapters,
+"score": ...}: its score head is trained in full, over the same base.
 
 Source: Hu et al. 2021, arXiv:2106.09685, section 4.1.
 """
@@ -62,12 +62,12 @@ class LoRA:
 def targets(*, model: ModelConfig, lora: LoRA) -> dict[str, tuple[int, ...]]:
     """The layers that are adapted, {"attention/query": (in, out)}.
 
-    Those of a mixture have an adapter for each expert, {"experts/up": (E, in, out)}.
+    A mixture has one adapter per expert, {"experts/up": (E, in, out)}.
 
     Raises:
-      InputError: a pattern matches no linear layer of this model; lists what there is.
-        The rank is above the smaller width of a layer, where A B has more parameters
-        than W and no higher rank; names these layers.
+      InputError: a pattern matches no linear layer of this model (lists its layers); or
+        the rank is above the smaller width of a layer, where A B would have more
+        parameters than W and no higher rank (names these layers).
     """
     linear = {path: shape[1:] for path, shape in _kernels(model).items()}
     for pattern in lora.modules:
@@ -102,7 +102,7 @@ def init(key: Array, *, model: ModelConfig, lora: LoRA) -> Params:
     """Adapters that change nothing yet: A ~ U(-1/sqrt(in), 1/sqrt(in)), B = 0.
 
     Returns:
-      {"layers": {..., "lora_a": f32[L, in, rank], "lora_b": f32[L, rank, out]}}; of
+      {"layers": {..., "lora_a": f32[L, in, rank], "lora_b": f32[L, rank, out]}}; for
       experts f32[L, E, in, rank] and f32[L, E, rank, out].
 
     Raises:
@@ -120,7 +120,7 @@ def init(key: Array, *, model: ModelConfig, lora: LoRA) -> Params:
         adapters[f"{_LAYERS}{path}/lora_a"] = jax.random.uniform(
             one, down, jnp.float32, minval=-bound, maxval=bound
         )
-        # B = 0: the adapted model starts as its base, and its KL to it at 0.
+        # B = 0: the adapted model starts as its base, with a KL of 0 to it.
         adapters[f"{_LAYERS}{path}/lora_b"] = jnp.zeros(up, jnp.float32)
     return _nested(adapters)
 
@@ -129,15 +129,15 @@ def attach(base: Params, adapters: Params, *, lora: LoRA) -> Params:
     """The parameters of the adapted model, for a forward pass.
 
     Args:
-      base: a decoder's, stored in any way; the result shares its leaves.
-      adapters: a decoder's, or a scalar model's {"trunk", "score"}.
+      base: parameters of a decoder, stored in any way; the result shares its leaves.
+      adapters: of a decoder, or of a scalar model {"trunk", "score"}.
 
     Returns:
-      base with `lora_a` and scaled `lora_b` beside the adapted kernels; for a scalar
-      model {"trunk": that, "score": score}.
+      base with `lora_a` and scaled `lora_b` beside the adapted kernels, as "trunk"
+      beside "score" for a scalar model.
 
     Raises:
-      InputError: the adapters do not fit this base or `lora`; names every one.
+      InputError: adapters do not fit this base or `lora`; names all of them.
     """
     if "score" in adapters:
         trunk = attach(base, adapters["trunk"], lora=lora)
@@ -161,15 +161,15 @@ def merge(
     """Plain parameters W + (alpha / rank) · A B, which `hf.save` can write.
 
     Args:
-      rounded_to: dtype that the result is cast to next. Adapted kernels of a base of
-        another dtype are float32 then, so that they are rounded once.
-
-    Raises:
-      InputError: the adapters do not fit this base or `lora`; names every one.
+      rounded_to: dtype that the caller casts the result to. Adapted kernels of another
+        dtype are returned in float32, so that they are rounded only once.
 
     Returns:
-      Arrays on the device, of the dtypes that base is read in. Leaves that are not
-      adapted are the base's own where it holds plain arrays: copy before donating.
+      Arrays on the device, in the dtypes of base. Plain arrays of base that are not
+      adapted are returned as they are: copy before donating.
+
+    Raises:
+      InputError: adapters do not fit this base or `lora`; names all of them.
     """
     if "score" in adapters:
         trunk = merge(base, adapters["trunk"], lora=lora, rounded_to=rounded_to)
@@ -181,10 +181,10 @@ def unmerge(merged: Params, adapters: Params, *, lora: LoRA) -> Params:
     """The base of merged parameters, up to rounding: W - (alpha / rank) · A B.
 
     Returns:
-      A decoder's parameters, without a score.
+      Parameters of a decoder, without a score head.
 
     Raises:
-      InputError: the adapters do not fit these parameters or `lora`; names every one.
+      InputError: adapters do not fit these parameters or `lora`; names all of them.
     """
     if "score" in adapters:
         return unmerge(merged["trunk"], adapters["trunk"], lora=lora)
@@ -192,14 +192,14 @@ def unmerge(merged: Params, adapters: Params, *, lora: LoRA) -> Params:
 
 
 def changes_nothing(adapters: Params) -> Array:
-    """bool[]: every B is 0, so that the adapted model is its base."""
+    """bool[], True if every B is 0, so that the adapted model equals its base."""
     flat = _flat(adapters)
     ups = [(leaf == 0).all() for path, leaf in flat.items() if path.endswith("lora_b")]
     return jnp.stack(ups).all()
 
 
 def paths(adapters: Params) -> list[str]:
-    """The adapted layers, as in "attention/query"."""
+    """Paths of the adapted layers, such as "attention/query"."""
     suffix = "/lora_a"
     return [
         path.removeprefix(_LAYERS).removesuffix(suffix)

@@ -1,18 +1,19 @@
-"""Packed rows for a model, padded rows for the maths: where each token stands in both.
+"""Packed rows for a model, padded rows for the maths: where each token is in both.
 
-    padded rows [B, S]        packed row [N, W]       what a head reads [G, M]
+    padded rows [B, S]        packed row [N, W]       read by a head [G, M]
 
     ·  a  b  c  ·             a  b  d  e  g  ·        about    -  b  c  f  g
     d  e  f  g  ·    source   1  1  2  2  2  0        states   a  b  e  f  -
     (prompts a and d e)       segments
 
-A model runs on packed rows: texts side by side, with segments. The states that predict
-a response token are read out of them, so that a head computes nothing for prompts, and
-per-token numbers go back to their padded columns. Losses, GAE, whitening and statistics
-know padded rows alone.
+A model runs on packed rows: texts side by side, with segments. A head reads only the
+states that predict a response token, so that it computes nothing for prompts, and its
+per-token outputs return to their padded columns. Losses, GAE, whitening and statistics
+see only padded rows.
 
-The last token of a text predicts nothing (c, g): it is left out unless the finished
-response has a value. State j of a head's row predicts token j + 1, as everywhere.
+The last token of a text (c, g) predicts nothing: its state is left out unless the
+finished response has a value. State j of a head's row predicts token j + 1, as
+everywhere.
 
 Every map is a gather, and so is its transpose, by the inverse indices: a scatter of
 hidden states is slow on every backend.
@@ -36,39 +37,39 @@ from rlhf_jax.models.experts import OWN, Routing
 Array = jax.Array
 Params = Any
 Tree = TypeVar("Tree")
-NONE = -1  # an index at which nothing stands
+NONE = -1  # an empty index
 
 
 @flax.struct.dataclass
 class Packing:
-    """Where the tokens of padded rows [B, S] stand in packed rows [N, W].
+    """Maps the tokens of padded rows [B, S] to packed rows [N, W], and back.
 
-    The packed rows are in G groups of N/G neighbours, one for each device that shares
-    rows, and a head reads M columns of each group. Made by `data.layouts` on the host.
+    The packed rows form G groups of N/G neighbours, one per device that shares rows,
+    and a head reads M columns of each group. `data.layouts` makes it on the host.
     """
 
-    source: Array  # i32[N, W], the padded token b·S + t that stands here, or NONE
-    segments: Array  # i32[N, W], the text of its row, from 1; 0 where none stands
+    source: Array  # i32[N, W], the padded token b·S + t in this place, or NONE
+    segments: Array  # i32[N, W], the text of its row, from 1; 0 in empty places
     # i32[N, W], the segment of the prompt that responses of a group share, or 0; None
-    # where every text has its own.
+    # if every text has its own prompt.
     prefixes: Array | None
-    # i32[G, M], the place of its group whose state predicts column m + 1, or NONE.
+    # i32[G, M], the place in its group whose state predicts column m + 1, or NONE.
     states: Array
     columns: Array  # i32[G, N/G·W], the column m that reads this state, or NONE
     about: Array  # i32[G, M], the padded token b·S + t of column m, or NONE
     places: Array  # i32[B, S], the column g·M + m about this token, or NONE
 
     def pack(self, x: Array) -> Array:
-        """An array of padded rows at the places of packed ones, without a gradient.
+        """Moves an array of padded rows to packed rows, without a gradient.
 
         Returns:
-          [N, W], 0 where no token stands.
+          [N, W], 0 in empty places.
         """
-        # Tokens and masks: there is nothing to differentiate.
+        # Tokens and masks have no gradient.
         return jax.lax.stop_gradient(_gather(x.reshape(-1), self.source))
 
     def pack_experts(self, experts: Array) -> Array:
-        """i32[N, W, L, k] of i32[B, S, L, k]: the experts of the tokens here."""
+        """Experts of packed tokens, i32[N, W, L, k], from i32[B, S, L, k]."""
         flat = experts.reshape(-1, *experts.shape[2:])
         return jnp.where(
             (self.source >= 0)[..., None, None],
@@ -77,10 +78,10 @@ class Packing:
         )
 
     def unpack_experts(self, experts: Array) -> Array:
-        """The inverse of `pack_experts`; `OWN` at tokens that stand nowhere."""
+        """The inverse of `pack_experts`; `OWN` at tokens that are not packed."""
         rows, columns = self.places.shape
         empty = jnp.full((rows * columns, *experts.shape[2:]), OWN, experts.dtype)
-        # A token that responses share stands once, and is its first row's.
+        # A token that several responses share is packed once, for its first row.
         at = jnp.where(self.source >= 0, self.source, rows * columns)
         padded = empty.at[at.reshape(-1)].set(
             experts.reshape(-1, *experts.shape[2:]), mode="drop"
@@ -88,25 +89,25 @@ class Packing:
         return padded.reshape(rows, columns, *experts.shape[2:])
 
     def read(self, hidden: Array) -> Array:
-        """The states that predict a response token, of packed rows.
+        """Reads the states that predict a response token out of packed rows.
 
         Args:
           hidden: floats[N, W, D].
 
         Returns:
-          floats[G, M, D]; state j predicts the token of column j + 1, and is 0 where
-          there is none.
+          floats[G, M, D]; state j predicts the token of column j + 1, and is 0 if that
+          is empty.
         """
         groups = self.states.shape[0]
         of_groups = hidden.reshape(groups, -1, hidden.shape[-1])
-        # Within a group, which lies on one device: no state travels to another.
+        # A group is on one device, so that no state moves to another.
         return axes.rows_apart(_read(of_groups, self.states, self.columns))
 
     def unpack(self, x: Array) -> Array:
-        """Numbers that a head computed, at their padded columns.
+        """Moves per-token outputs of a head to their padded columns.
 
         Args:
-          x: floats[G, M], column m being about the token `about[:, m]`.
+          x: floats[G, M], where column m is about the token `about[:, m]`.
 
         Returns:
           floats[B, S]; 0 where the head computed nothing.
@@ -116,27 +117,27 @@ class Packing:
 
 @flax.struct.dataclass
 class SizedPacking:
-    """A packing that takes one of a few sizes, so that little of a row stands empty.
+    """A packing that is run at one of a few sizes, so that few places are empty.
 
-    The arrays are as large as the largest size; one of the smaller ones holds all that
-    stands in them, and a program has a branch for each.
+    Its arrays have the largest size; `size` is the smallest that holds all tokens, and
+    a program has a branch for each size.
     """
 
     packing: Packing  # at the largest size
     size: Array  # i32[], which of `sizes`
-    # (N/G, M) of each size, rising: packed rows and columns of a group.
+    # (N/G, M) of each size, increasing: packed rows and columns of a group.
     sizes: tuple[tuple[int, int], ...] = flax.struct.field(pytree_node=False)
 
     def at_its_size(self) -> SizedPacking:
-        """The packing with its own size alone, for a program that runs once.
+        """The packing with only its own size, for a program that runs once.
 
-        Not under `jit`: the size is read.
+        Not under `jit`, as it reads the value of `size`.
         """
         own = self.sizes[int(self.size)]
         return SizedPacking(self.cut(*own), jnp.zeros_like(self.size), (own,))
 
     def cut(self, rows: int, reads: int) -> Packing:
-        """The packing at a size that holds it.
+        """The packing at a size that holds all its tokens.
 
         Args:
           rows: N/G.
@@ -167,9 +168,9 @@ class SizedPacking:
 def at_size(
     packing: SizedPacking | None, function: Callable[[Packing | None], Tree]
 ) -> Tree:
-    """function(packing at its size): one branch of the program for each size.
+    """Calls function(packing at its size), with one branch of the program per size.
 
-    A gradient belongs into `function`: outside, it would keep what every branch needs.
+    Take gradients inside `function`: outside, they would keep what every branch needs.
 
     Args:
       packing: None calls the function with None.
@@ -184,15 +185,15 @@ def at_size(
     branches = [functools.partial(at, size) for size in packing.sizes]
     if len(branches) == 1:
         return branches[0]()
-    # All sizes are compiled, and one runs: shapes stay static, and short batches cheap.
+    # Shapes are static: all sizes are compiled, and one runs.
     return jax.lax.switch(packing.size, branches)
 
 
 class Texts(NamedTuple):
-    """Texts as a head reads them: padded rows as they are, or out of packed ones.
+    """Texts as a head reads them: padded rows as they are, or read from packed rows.
 
-    `tokens`, `mask` and `first_column` belong to `hidden_states`; what a head makes of
-    them goes back through `padded`.
+    `tokens`, `mask` and `first_column` align with `hidden_states`; `padded` moves the
+    outputs of a head back to padded rows.
     """
 
     tokens: Array  # i32[B, S]; packed i32[G, M]
@@ -207,8 +208,7 @@ class Texts(NamedTuple):
         """Hidden states after the final norm, [*tokens.shape, D] in `model.dtype`.
 
         Args:
-          experts: i32[B, S, L, k] of the padded rows, as `decoder.hidden_states` has
-            them.
+          experts: i32[B, S, L, k] of the padded rows, as in `decoder.hidden_states`.
         """
         inputs = self._inputs(experts)
         hidden = decoder.hidden_states(params, model=model, **inputs)
@@ -217,7 +217,7 @@ class Texts(NamedTuple):
     def hidden_and_routing(
         self, params: Params, *, model: ModelConfig, experts: Array | None = None
     ) -> tuple[Array, Routing]:
-        """`hidden_states` of a mixture, and its routing, `chosen` of padded rows."""
+        """`hidden_states` of a mixture, and its routing, `chosen` in padded rows."""
         inputs = self._inputs(experts)
         hidden, routing = decoder.hidden_and_routing(params, model=model, **inputs)
         if self.packing is None:
@@ -226,7 +226,6 @@ class Texts(NamedTuple):
         return self.packing.read(hidden), dataclasses.replace(routing, chosen=chosen)
 
     def _inputs(self, experts: Array | None) -> dict[str, Any]:
-        """What the decoder reads."""
         if self.packing is None:
             return {
                 "tokens": self.tokens,
@@ -243,7 +242,7 @@ class Texts(NamedTuple):
         }
 
     def padded(self, x: Array) -> Array:
-        """Per-token numbers f32 of the shape of `tokens`, at their columns [B, S]."""
+        """Moves per-token numbers f32, shaped as `tokens`, to their columns [B, S]."""
         return x if self.packing is None else self.packing.unpack(x)
 
 
@@ -253,9 +252,9 @@ def texts_of(
     """Rows as a head reads them.
 
     Args:
-      mask: bool[B, S], True at tokens; read without a packing alone.
-      first_column: columns before it are not computed and are 0; read without a
-        packing alone, which reads the responses it was made for.
+      mask: bool[B, S], True at tokens; ignored with a packing.
+      first_column: columns before it are not computed and are 0; ignored with a
+        packing, which knows its responses.
       packing: of these rows; None leaves them padded.
 
     Raises:
@@ -273,14 +272,14 @@ def texts_of(
 
 
 def _gather(x: Array, indices: Array) -> Array:
-    """x[indices], and 0 where an index is NONE."""
-    # The host made the indices: bounds need no check on the device.
+    """x[indices], 0 where an index is NONE."""
+    # The host made the indices: the device need not check bounds.
     values = x.at[jnp.maximum(indices, 0)].get(mode="promise_in_bounds")
     return jnp.where(indices >= 0, values, jnp.zeros_like(values))
 
 
 def _rows_at(x: Array, indices: Array) -> Array:
-    """[G, places, D] at i32[G, M], 0 where an index is NONE."""
+    """Rows of [G, places, D] at i32[G, M], 0 where an index is NONE."""
     at = jnp.maximum(indices, 0)[..., None]
     rows = jnp.take_along_axis(x, at, axis=1, mode="promise_in_bounds")
     return jnp.where((indices >= 0)[..., None], rows, jnp.zeros_like(rows))

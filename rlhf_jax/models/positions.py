@@ -1,4 +1,4 @@
-"""Which position each column has, its rotary angles, and which columns it attends to.
+"""Positions of columns, their rotary angles, and which columns each attends to.
 
 column       0  1  2  3  4  5  6
 segments     0  1  1  1  2  2  0        two texts between padding
@@ -6,7 +6,7 @@ segments     0  1  1  1  2  2  0        two texts between padding
 5 attends                4  5
 3, window 2        2  3                 its own column and one before
 
-`AttentionMask` says so without an array of [S, S].
+`AttentionMask` describes this without an [S, S] array.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Array = jax.Array
 def positions_of(
     mask: Array, *, segments: Array | None = None, prefixes: Array | None = None
 ) -> Array:
-    """How many tokens of its text stand before each column; padding does not count.
+    """The number of tokens of its text before each column; padding does not count.
 
         mask         0  0  1  1  1  0
         positions    0  0  0  1  2  3
@@ -43,8 +43,8 @@ def positions_of(
 
     Args:
       mask: bool[B, S], True at tokens.
-      segments: i32[B, S], each text in columns side by side; None is one text per row.
-      prefixes: i32[B, S], the text whose end a text goes on from; 0 and None are none.
+      segments: i32[B, S], each text in adjacent columns; None is one text per row.
+      prefixes: i32[B, S], the text that a text continues; 0 and None are none.
 
     Returns:
       i32[B, S].
@@ -53,7 +53,7 @@ def positions_of(
     if segments is None:
         return count
     begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
-    # The count never falls: the largest at a beginning so far is the last one's.
+    # The count never falls: its running maximum over beginnings is that of the last.
     own = count - jax.lax.cummax(jnp.where(begins, count, 0), axis=1)
     if prefixes is None:
         return own
@@ -77,13 +77,13 @@ def rotary_table(
 ) -> tuple[Array, Array]:
     """cos and sin of position × frequency, f32[B, 1, T, d / 2] each.
 
-    Frequency i is θ^(-2i / d), stretched as `model.rope_scaling` says, for the d
-    dimensions of a head that rotate.
+    Frequency i is θ^(-2i / d), stretched by `model.rope_scaling`, for the d dimensions
+    of a head that rotate.
 
     Args:
       positions: i32[B, T].
-      local: of the layers with a sliding window, where `model.rope_local_theta` may
-        say θ, and nothing is stretched then.
+      local: for layers with a sliding window; if `model.rope_local_theta` is set it is
+        their θ, and nothing is stretched.
 
     Source: Su et al. 2021, arXiv:2104.09864, eq. 15.
     """
@@ -96,7 +96,7 @@ def rotary_table(
     if scaling is not None:
         frequency = _stretch(frequency, scaling=scaling, theta=theta)
         factor = scaling.attention_factor
-    # In float32: position 100,000 times a frequency has no fraction left in bfloat16.
+    # In float32: bfloat16 keeps no fraction of position 100,000 times a frequency.
     angle = (
         positions.astype(jnp.float32)[:, None, :, None] * frequency[None, None, None]
     )
@@ -104,7 +104,7 @@ def rotary_table(
 
 
 def unless(unrotated: Array, table: tuple[Array, Array]) -> tuple[Array, Array]:
-    """The table, or where bool[] says so one that leaves all as it is, to the bit."""
+    """The table, or if `unrotated`, bool[], one that changes nothing, to the bit."""
     cos, sin = table
     return jnp.where(unrotated, 1.0, cos), jnp.where(unrotated, 0.0, sin)
 
@@ -122,7 +122,7 @@ def _stretch(frequency: Array, *, scaling: RopeScaling, theta: float) -> Array:
             half = frequency.shape[0]
 
             def dimension(turns: float) -> float:
-                """Where a wave turns so often in the original context."""
+                """Dimension whose wave turns so often in the original context."""
                 wavelength = scaling.original_max_positions / (2 * math.pi * turns)
                 return half * math.log(wavelength) / math.log(theta)
 
@@ -130,7 +130,7 @@ def _stretch(frequency: Array, *, scaling: RopeScaling, theta: float) -> Array:
             if scaling.truncate:
                 low, high = math.floor(low), math.ceil(high)
             low, high = max(low, 0), min(high, 2 * half - 1)
-            high = high + 0.001 if high == low else high  # as theirs
+            high = high + 0.001 if high == low else high  # as in transformers
             unscaled = 1 - (jnp.arange(half, dtype=jnp.float32) - low) / (high - low)
     unscaled = jnp.clip(unscaled, 0.0, 1.0)  # 0: long waves, divided; 1: short
     return (1 - unscaled) * frequency / scaling.factor + unscaled * frequency
@@ -139,7 +139,7 @@ def _stretch(frequency: Array, *, scaling: RopeScaling, theta: float) -> Array:
 def rotate(x: Array, table: tuple[Array, Array]) -> Array:
     """Rotates the pairs (x[i], x[i + d/2]) of every head by its angle.
 
-    Of a head as wide as twice the table all, else its first d dimensions.
+    The table has d/2 angles; dimensions of a head from d on are left as they are.
     """
     cos, sin = table
     half = cos.shape[-1]
@@ -157,51 +157,51 @@ def rotate(x: Array, table: tuple[Array, Array]) -> Array:
 class AttentionMask:
     """Causal attention within segments and a window, and the form of its logits.
 
-    A token attends to the columns up to its own, of its own segment, within the window.
-    Padding attends to nothing and is attended to by nothing: what an engine returns
-    there is finite and without meaning.
+    A token attends to columns of its own segment, up to its own, within the window.
+    Padding attends to nothing and nothing attends to it: an engine's output at padding
+    is finite and has no meaning.
     """
 
-    segments: Array  # i32[B, S], the text that each column is of; 0 is padding
+    segments: Array  # i32[B, S], the number of each column's text; 0 is padding
     # i32[B, S], a text further left that each column sees too, such as a prompt that
     # several responses share; 0 is none. Not for splash, a window or a cut.
     prefixes: Array | None = None
-    # Columns that are attended to, its own included; i32[] where it differs between
-    # the layers of a loop; None is all.
+    # Columns attended to, the token's own included; i32[] if the layers of a loop
+    # differ; None is all.
     window: Array | int | None = None
     # The values that a traced window may have, for an engine with static windows.
     windows: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
-    # Whether a row may hold several texts; without, what is not padding is one text.
+    # Whether a row may hold several texts; otherwise its tokens are one text.
     packed: bool = flax.struct.field(pytree_node=False, default=True)
-    # Of q·k, dimensionless; None is 1 / sqrt(head_dim).
+    # Multiplies q·k, dimensionless; None is 1 / sqrt(head_dim).
     scale: float | None = flax.struct.field(pytree_node=False, default=None)
     # c of logits c·tanh(x / c) (Gemma 2, arXiv:2408.00118, section 2); None is off.
     softcap: float | None = flax.struct.field(pytree_node=False, default=None)
-    # How the columns of queries are cut over devices; None where a device has all.
+    # How the columns of queries are shared by devices; None: a device has all columns.
     cut: Cut | None = flax.struct.field(pytree_node=False, default=None)
-    share: Array | None = None  # i32[], the device whose queries these are, with a cut
-    # With a cut, whether a device has the keys of its own columns, and passes them
-    # round (`attention/ring_passes.py`); else it has those of all columns.
+    share: Array | None = None  # i32[], with a cut: the device that has these queries
+    # With a cut, whether a device has only the keys of its own columns, and passes them
+    # round (`attention/ring_passes.py`); otherwise it has those of all columns.
     passed: bool = flax.struct.field(pytree_node=False, default=False)
 
     @property
     def rows(self) -> int:
-        """B, of hidden states; with a cut B·c."""
+        """Rows of hidden states: B, or B·c with a cut."""
         return self.segments.shape[0] * (1 if self.cut is None else self.cut.count)
 
     @property
     def columns(self) -> int:
-        """S, of a row."""
+        """S, columns of a row."""
         return self.segments.shape[1]
 
     def query_columns(self, queries: int) -> Array:
-        """i32[T], rising: the columns of the queries, the last T without a cut."""
+        """i32[T], the increasing columns of the queries: without a cut the last T."""
         if self.share is None:
             return jnp.arange(self.columns - queries, self.columns, dtype=jnp.int32)
         return self.columns_of_devices(queries)[self.share]
 
     def columns_of_devices(self, queries: int) -> Array:
-        """i32[c, T], with a cut: the columns of every device."""
+        """i32[c, T], the columns of every device of a cut."""
         assert self.cut is not None
         of_devices = balanced(self.columns, count=self.cut.count)
         return jnp.asarray(of_devices.reshape(-1, queries))
@@ -213,13 +213,13 @@ class AttentionMask:
         return jnp.take(self.segments, self.query_columns(queries), axis=1)
 
     def query_prefixes(self, queries: int) -> Array:
-        """i32[B, T], the prefixes of the queries, 0 without any."""
+        """i32[B, T], the prefixes of the queries; 0 without prefixes."""
         if self.prefixes is None:
             return jnp.zeros_like(self.query_segments(queries))
         return self.prefixes[:, self.columns - queries :]
 
     def first_columns(self, count: int) -> AttentionMask:
-        """The record of the first `count` columns alone."""
+        """The mask of only the first `count` columns."""
         prefixes = None if self.prefixes is None else self.prefixes[:, :count]
         return dataclasses.replace(
             self, segments=self.segments[:, :count], prefixes=prefixes
@@ -229,10 +229,10 @@ class AttentionMask:
 def with_static_window(
     mask: AttentionMask, attend: Callable[[AttentionMask], Array]
 ) -> Array:
-    """attend(mask), whose window is an int or None; `jax.lax.switch` of a traced one.
+    """Calls attend(mask) with a static window, by `jax.lax.switch` over a traced one.
 
     Args:
-      mask: with `windows` where its window is traced.
+      mask: a traced window needs `windows`.
     """
     if mask.window is None or isinstance(mask.window, int):
         return attend(mask)
@@ -254,12 +254,12 @@ def mask_of(
     softcap: float | None = None,
     cut: Cut | None = None,
 ) -> AttentionMask:
-    """The record of padded rows, or of rows into which texts are packed.
+    """The `AttentionMask` of padded rows, or of rows into which texts are packed.
 
     Args:
       mask: bool[B, S], True at tokens.
       segments: i32[B, S], from 1 at tokens; None is one text per row.
-      prefixes: i32[B, S], the segment that a token sees beside its own, or 0.
+      prefixes: i32[B, S], a segment that a token sees besides its own, or 0.
     """
     text = mask.astype(jnp.int32)
     return AttentionMask(
@@ -273,7 +273,7 @@ def mask_of(
 
 
 def allowed(mask: AttentionMask, *, queries: int) -> Array:
-    """The record as an array, for an engine that takes no other form.
+    """The mask as an array, for engines that take no other form.
 
     Returns:
       bool[B, T, S], True where a query attends to a key.

@@ -1,1 +1,1 @@
-"""What a run will take, before it starts."""
+"""Memory, work and time of a run, before it starts."""

@@ -1,9 +1,8 @@
-"""Chips: what they hold and how fast they are at most, from their makers' tables.
+"""Chips: their memory and peak rates, from their makers' tables.
 
-A roofline needs the rates of products, of the device's memory and of the links to other
-chips, which are two: NVLink inside a GPU's node or a TPU's links inside its slice, and
-the network between them. They are peaks, so that what is computed from them is a lower
-bound.
+A roofline needs the rates of products, of the device's memory, of the links inside a
+GPU's node (NVLink) or a TPU's slice, and of the network between nodes or slices. All of
+them are peaks, so that times computed from them are lower bounds.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ GB, GIB = 10**9, 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One device as JAX counts them: half a chip of TPU7x, one of all others."""
+    """One device as JAX counts them: half a chip of TPU7x, a whole chip otherwise."""
 
-    kind: str  # the `device_kind` that JAX gives it; of a TPU the beginning
+    kind: str  # JAX's `device_kind`; its beginning for a TPU
     memory: int  # bytes that programs may take
-    reserved: str  # what the rest of the maker's figure is, and who says so
-    flops: float  # a second, dense products of bfloat16 accumulated in float32
-    bandwidth: float  # of its memory, bytes a second
-    links: float  # to the chips of its node or slice, one way, bytes a second
+    reserved: str  # how `memory` follows from the maker's figure
+    flops: float  # per second, dense products of bfloat16 accumulated in float32
+    bandwidth: float  # of its memory, bytes per second
+    links: float  # to the chips of its node or slice, one way, bytes per second
     source: str
-    latency: float  # seconds of an exchange of a few bytes, at the least
-    # Its share of its host's network, one way, bytes a second; None where no data sheet
+    latency: float  # least seconds of an exchange of a few bytes
+    # Its share of its host's network, one way, bytes per second; None if no data sheet
     # has it.
     network: float | None = None
 
     @property
     def is_gpu(self) -> bool:
-        """Whether it is one of NVIDIA's."""
+        """Whether the chip is an NVIDIA GPU."""
         return not self.kind.startswith("TPU")
 
 
@@ -46,10 +45,10 @@ GPU = "0.75 of the memory, which JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION
 CLOUD = "https://cloud.google.com/tpu/docs/"
 # One hop, of which an exchange has several: jax-ml.github.io/scaling-book/sharding.
 HOP = 1e-6
-# Of a host, bytes a second, and the devices of one: jax-ml.github.io/scaling-book/tpus.
+# A host's network, bytes per second, and devices: jax-ml.github.io/scaling-book/tpus.
 DCN = 25 * GB
 HOSTED = {"TPU v5 lite": 8, "TPU v6 lite": 8, "TPU7x": 8}  # else 4
-# NCCL's own model of a ring (`baseLatencies` of LL, NCCL 2.28); hops come on top.
+# NCCL's own model of a ring (`baseLatencies` of LL, NCCL 2.28), without hops.
 NCCL = 6.6e-6
 
 
@@ -90,10 +89,10 @@ def _gpu(
     )
 
 
-# Links of a TPU are 1600, 4800 and 3200 Gbit/s of v5e, v5p and v6e, half of 1200 GB/s
-# of both ways of TPU7x, and six of 50 GB/s of v4. NVLink is 3, 4, 4 and 5, half of what
-# it does both ways, and PCIe of 16 lanes in its place on cards, whose bridges of two do
-# not count. The network is 200 Gbit/s of an A100, 800 of a B300, 400 of the others.
+# TPU links: 1600, 4800 and 3200 Gbit/s for v5e, v5p and v6e; half of the 1200 GB/s both
+# ways of TPU7x; six of 50 GB/s for v4. GPU links: half of both ways of NVLink 3, 4, 4
+# and 5, or PCIe of 16 lanes on cards, ignoring bridges between two of them. The network
+# is 200 Gbit/s for an A100, 800 for a B300 and 400 for the others.
 CHIPS: dict[str, Chip] = {
     "v4": _tpu("TPU v4", 30.75, 275, 1200, 300, "v4; links: arXiv:2304.01433, table 4"),
     "v5e": _tpu("TPU v5 lite", 15.75, 197, 819, 200, "v5e"),
@@ -142,20 +141,20 @@ CHIPS: dict[str, Chip] = {
         "GB200 NVL72, a 72nd of it",
     ),
 }
-"""By the name that a topology begins with, or that --chip takes."""
+"""Chips by the name that a topology begins with, or that --chip takes."""
 
 NO_COMPILER = {
     "mi300x": "neither libtpu nor NVIDIA's plug-in compiles for it, and JAX's plug-in "
     "for ROCm is none of the compilers that this package is tested with",
 }
-"""Chips that are asked for and have no plan, with the reason."""
+"""Chips that users ask for and that cannot be planned, with the reason."""
 
 
 def named(name: str) -> Chip:
-    """The chip of that name.
+    """The chip with a name.
 
     Raises:
-      InputError: there is none; lists what there is, or says why nothing compiles.
+      InputError: the name is unknown (lists all names), or nothing compiles for it.
     """
     if name in NO_COMPILER:
         raise InputError(
@@ -167,15 +166,14 @@ def named(name: str) -> Chip:
 
 
 def of_device(device: Any) -> Chip | None:
-    """The chip that a JAX device is; None where the table has none, as of a CPU."""
+    """The chip of a JAX device; None if the table lacks it, as for a CPU."""
     return of_kind(device.device_kind)
 
 
 def of_kind(kind: str) -> Chip | None:
-    """The chip that JAX calls by this `device_kind`; None where the table has none.
+    """The chip with a `device_kind` of JAX; None if the table lacks it.
 
-    A GPU's name is compared whole: H200 NVL has other rates than the SXM module of this
-    name.
+    The name of a GPU must be equal: H200 NVL has other rates than the SXM module H200.
     """
     matching = [
         chip
@@ -186,7 +184,7 @@ def of_kind(kind: str) -> Chip | None:
 
 
 def per_node(chip: Chip | None) -> int | None:
-    """GPUs of a node, as far as a process sees it, or TPUs of a slice; None is all."""
+    """GPUs of a node, or TPUs of a slice, of this run; None: one holds all of them."""
     if chip is None:
         return None
     if chip.is_gpu:

@@ -1,4 +1,4 @@
-"""What the compiler says of a program that never runs, for devices not there too.
+"""Compiles programs without running them, also for devices that this machine lacks.
 
 device = compiled.target("v5e:2x2")     or "h100:1x8", a node of GPUs
 compiled.memory(function, shapes, device=device).temp_size_in_bytes
@@ -23,21 +23,21 @@ PyTree = Any
 
 
 class RefusedError(InputError):
-    """The compiler knows already that a device has too little memory."""
+    """The compiler found that a device has too little memory for a program."""
 
 
 def ask_compilers_alone() -> None:
-    """Keeps JAX from looking for a TPU or GPU here; before it is first used.
+    """Keeps JAX from looking for a TPU or GPU here; call it before JAX is first used.
 
-    What compiles for chips that are not there needs none, and a plug-in that finds no
-    GPU would be gone for good.
+    Compiling for absent chips needs none, and a plug-in that looks for a GPU and finds
+    none cannot be used later.
     """
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     jax.config.update("jax_platforms", "cpu")
 
 
 def target(topology: str | None) -> Any:
-    """The device to compile for: this machine's first, or one that is not there.
+    """The device to compile for: the first of this machine, or of a topology.
 
     Raises:
       InputError: as `slice_of`.
@@ -46,18 +46,19 @@ def target(topology: str | None) -> Any:
 
 
 def slice_of(topology: str, *, slices: int = 1) -> list[Any]:
-    """The devices of slices of TPUs, or of nodes of GPUs, that are not there.
+    """Devices to compile for, of TPU slices or GPU nodes that this machine lacks.
 
-    libtpu lets one process at a time use a TPU, by a lock. Here none is used, so that
-    any number of processes may compile at once.
+    libtpu's lock lets only one process use a TPU. No TPU is used here, so the lock is
+    switched off and any number of processes may compile at once.
 
     Args:
       topology: v5e:8x8, as libtpu names it, or h100:8x8, 8 nodes of 8 GPUs.
-      slices: of that topology each, joined by a datacenter's network; TPUs alone.
+      slices: number of slices of this topology, joined by a data centre network; TPUs
+        only.
 
     Raises:
-      InputError: no chip is named, the compiler for it is not installed, or it does not
-        know the topology.
+      InputError: no chip is named, its compiler is not installed, or the compiler does
+        not know the topology.
     """
     if ":" not in topology:
         raise InputError(
@@ -71,7 +72,7 @@ def slice_of(topology: str, *, slices: int = 1) -> list[Any]:
             f"topology: expected libtpu, which compiles for {topology!r}, got no such "
             f"package; install the extra 'plan', or leave the topology out"
         )
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # read as it is loaded
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # read on loading
     try:
         description = topologies.get_topology_desc(
             platform="tpu",
@@ -79,7 +80,7 @@ def slice_of(topology: str, *, slices: int = 1) -> list[Any]:
             num_slices=slices,
             **_of_whole_chips(topology),
         )
-    except Exception as error:  # what the plugin raises is its own affair
+    except Exception as error:  # the plug-in may raise any exception
         raise InputError(
             f"topology: expected a TPU that libtpu knows, as v5e:2x2, got {topology!r} "
             f"({str(error).strip():.300}); choose another, or leave it out"
@@ -88,7 +89,7 @@ def slice_of(topology: str, *, slices: int = 1) -> list[Any]:
 
 
 def _of_whole_chips(topology: str) -> dict[str, str]:
-    """What makes one device of both cores of a v4, as on the machine itself."""
+    """Options that make both cores of a v4 one device, as on a real v4."""
     return {"chip_config_name": "megacore"} if topology.startswith("v4:") else {}
 
 
@@ -98,9 +99,9 @@ def memory(
     device: Any,
     donate: tuple[int, ...] = (),
 ) -> Any:
-    """The compiler's account of a program on one device, in bytes; it never runs.
+    """The memory that the compiler plans for a program on one device, in bytes.
 
-    Args are those of `program`, stored in any way and not `placed` yet.
+    Args are as for `program`, stored in any way and not `placed` yet.
 
     Returns:
       jax's CompiledMemoryStats: `argument_size_in_bytes`, `temp_size_in_bytes`,
@@ -123,11 +124,11 @@ def program(
     Args:
       function: of pytrees of arrays, un-jitted.
       device: any of the devices to compile for, from `target`.
-      donate: which of the arguments are donated.
-      keep_unused: arguments that the program does not read count all the same.
+      donate: numbers of the arguments that are donated.
+      keep_unused: also counts arguments that the program does not read.
 
     Raises:
-      RefusedError: the compiler knows already that the device has too little memory.
+      RefusedError: the compiler finds that the device has too little memory.
     """
     jitted = jax.jit(function, donate_argnums=donate, keep_unused=keep_unused)
     try:
@@ -143,7 +144,7 @@ def program(
 
 
 def placed(tree: PyTree, shardings: PyTree) -> PyTree:
-    """Shapes of the tree with their shardings, `OnHost` leaves in the host's memory."""
+    """Shapes of the tree with shardings; `OnHost` leaves are in the host's memory."""
 
     def of(leaf: Any, where: Any) -> Any:
         def put(x: Any, place: Any) -> Any:

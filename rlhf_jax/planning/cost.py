@@ -1,14 +1,14 @@
-"""What an optimised program costs one device, from its text.
+"""The cost of an optimised program on one device, from its text.
 
     while 32 x                       FLOPs of products, bytes of the device's memory and
-      fusion: product, add           collectives, each times the trips of every loop
-      all-gather 180 MB              that it stands in
+      fusion: product, add           collectives, each times the trips of all loops
+      all-gather 180 MB              around it
 
-The compiler's own `cost_analysis` visits the body of a loop once, and does not tell a
-collective by its size. Counted are matrix products alone (2·m·n·k; a TPU writes them as
-convolutions), and what is read and written outside of fusions: of a slice or an update
-of a larger array only that part, nothing in a TPU's on-chip memory, and of a GPU no
-result that its second-level cache may hold for the next kernel (`near`).
+The compiler's own `cost_analysis` visits the body of a loop once, and has no sizes of
+collectives. FLOPs are those of matrix products (2·m·n·k; a TPU writes them as
+convolutions). Bytes are what is read and written outside of fusions: only the part of a
+slice or an update of a larger array, nothing in a TPU's on-chip memory, and on a GPU no
+result that its second-level cache may keep for the next kernel (`near`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlhf_jax.planning.hlo import exchanges, parsing, products
 from rlhf_jax.planning.hlo.exchanges import Collective
 from rlhf_jax.planning.hlo.parsing import Computation, Line
 
-# What moves nothing, or is counted where it is called.
+# Operations that move no bytes, or are counted in the computations that they call.
 FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
     *("partition-id", "replica-id", "while", "conditional", "call", "opt-barrier"),
@@ -38,12 +38,12 @@ UPDATES = ("dynamic-update-slice", "scatter")
 
 @dataclasses.dataclass
 class Cost:
-    """Of one run of a program, on one device."""
+    """The cost of one run of a program on one device."""
 
     flops: float = 0.0
-    bytes: float = 0.0  # of the device's memory, read and written
+    bytes: float = 0.0  # read from and written to the device's memory
     collectives: Counter[Collective] = dataclasses.field(default_factory=Counter)
-    unknown_loops: int = 0  # whose trips the text does not tell
+    unknown_loops: int = 0  # loops whose trips the text does not say
 
     @property
     def sent(self) -> float:
@@ -52,16 +52,16 @@ class Cost:
 
     @property
     def across(self) -> float:
-        """Bytes of those that leave the device's node."""
+        """Bytes of `sent` that leave the device's node."""
         return sum(one.across * times for one, times in self.collectives.items())
 
     @property
     def exchanges(self) -> int:
-        """How often it waits for other devices."""
+        """Number of waits for other devices."""
         return sum(self.collectives.values())
 
     def add(self, other: Cost, *, times: float = 1) -> None:
-        """Adds what a part of the program costs, `times` over."""
+        """Adds the cost of a part of the program, `times` times."""
         self.flops += times * other.flops
         self.bytes += times * other.bytes
         for one, count in other.collectives.items():
@@ -81,14 +81,14 @@ def cost(
 
     Args:
       text: `compiled.as_text()`.
-      trips: of the loops that do not say how often they run, as those that end when
-        every row has stopped, in their order. Where there are not as many of them,
-        each takes all of these.
-      named: scope (`jax.named_scope`) -> trips of the other such loops, in the mean.
-      per_node: devices of a node, whose links are others than those between nodes; None
-        is one node of all.
-      near: bytes of a cache. A result that fits there is read from there, so that the
-        bytes are the least; what a loop carries or arguments hold never is.
+      trips: trips of the loops that do not say how often they run, such as those that
+        end when every row has stopped, in their order. If their number differs from
+        that of `trips`, each takes the sum of these.
+      named: {scope (`jax.named_scope`): mean trips} of further such loops.
+      per_node: devices of a node; other links join nodes. None is one node of all
+        devices.
+      near: bytes of a cache. A result that fits is read from there, so that the bytes
+        are a lower bound; arguments and what a loop carries are read from memory.
     """
     computations, entry = parsing.parse(text)
     walker = functools.partial(
@@ -119,7 +119,7 @@ class _Walker:
         self._known: dict[str, Cost] = {}
 
     def of(self, name: str) -> Cost:
-        """The cost of a computation that is no fusion, with all that it calls."""
+        """The cost of a computation that is not a fusion, with all that it calls."""
         if name not in self._known:
             self._known[name] = self._sum(self._computations[name])
         return self._known[name]
@@ -160,7 +160,7 @@ class _Walker:
             return int(known[1])
         tests = self._computations[condition]
         test = parsing.root(tests)
-        while test.opcode == "fusion":  # of the comparison alone
+        while test.opcode == "fusion":  # a fusion of only the comparison
             inner = self._called(test)
             names = [line.name for line in inner.values() if line.opcode == "parameter"]
             outer = dict(zip(names, test.operands, strict=True))
@@ -187,7 +187,7 @@ class _Walker:
         return next((self._named[part] for part in scopes if part in self._named), None)
 
     def _stride(self, body: str, at: int) -> int:
-        """By how much a turn moves the counter: a loop may have been unrolled."""
+        """The step of a loop's counter, more than 1 if the loop was unrolled."""
         lines = self._computations[body]
         root = parsing.root(lines)
         moved = lines[root.operands[at]]
@@ -201,7 +201,7 @@ class _Walker:
     def _exchange(
         self, line: Line, lines: Computation, total: Cost, channels: set[str]
     ) -> None:
-        """Counts a collective, once however many pieces a fusion has cut it into."""
+        """Counts a collective once, even if fusions cut it into pieces."""
         if line.opcode == "fusion":
             inner = self._called(line)
             for part in inner.values():
@@ -212,7 +212,7 @@ class _Walker:
         if far is None and kind not in exchanges.COLLECTIVES:
             return
         channel = re.search(r"channel_id=(\d+)", line.rest)
-        # Those between experts, there and back, have one channel, and no pieces.
+        # Exchanges between experts, there and back, share a channel and are not cut.
         if channel is not None and kind != "ragged-all-to-all":
             if f"{kind} {channel[1]}" in channels:
                 return
@@ -225,8 +225,8 @@ class _Walker:
         else:
             devices, nodes = self._group(line)
         if kind == "ragged-all-to-all":
-            # A device has room for all rows of all of them (`experts/dispatch.py`), of
-            # which it sends and receives its share.
+            # A device has room for all rows of all devices (`experts/dispatch.py`), and
+            # sends and receives its share of them.
             room = max(leaf.size for x in line.operands for leaf in lines[x].result)
             operand_bytes = room // devices
         size = operand_bytes * devices if kind == "all-gather" else operand_bytes
@@ -234,7 +234,7 @@ class _Walker:
             total.collectives[Collective(kind, size, devices, nodes)] += 1
 
     def _group(self, line: Line) -> tuple[int, int]:
-        """How many devices exchange with each other, and of how many nodes they are."""
+        """Number of devices of a group, and of the nodes that they belong to."""
         groups = exchanges.pairs(line.rest) or [exchanges.group(line.rest)]
         nodes = 1
         if (size := self._per_node) is not None:
@@ -265,7 +265,7 @@ class _Walker:
         return read + self._far(line, lines)
 
     def _far(self, line: Line, lines: Computation) -> int:
-        """Bytes of a result in the device's memory, where the cache has it not."""
+        """Bytes of a result in the device's memory; 0 if a cache has it."""
         return 0 if self._is_near(line, lines) else line.written
 
     def _is_near(self, line: Line, lines: Computation) -> bool:
@@ -322,14 +322,14 @@ class _Walker:
                     total += self._read(user, inner)
             elif not (user.root and user.opcode == "tuple") and (
                 user.opcode not in exchanges.COLLECTIVES
-            ):  # what passes through a fusion, or is sent in it, is not read by it
+            ):  # a fusion does not read what it passes on or sends
                 total += parameter.whole
         return min(total, parameter.whole)
 
     def _origin(self, line: Line, lines: Computation) -> Line:
-        """What a line is another view of, through bitcasts and fusions of nothing else.
+        """The line that this one is a view of, through bitcasts and fusions of them.
 
-        A TPU's products take their operands through such fusions.
+        A TPU's products read their operands through such fusions.
         """
         if line.opcode == "bitcast":
             return self._origin(lines[line.operands[0]], lines)

@@ -1,13 +1,13 @@
-"""A decoded token by hand: what a chip must at least read and send for it.
+"""A decoded token by hand: the least that a chip must read and send for it.
 
-    memory    every matrix of the layers and the head once, a share of tensor;
-              keys and values of the columns, a share of data and of tensor as far as
+    memory    every matrix of the layers and the head once, divided by tensor;
+              keys and values of the columns, divided by data, and by tensor as far as
               it divides the heads
     links     over tensor: a sum of [rows, D] for the embedding and two per layer, and
               the logits of its rows, [rows, V]
 
-No compiler is asked. What one says of the same token is more; `tests/programs/gate.py`
-bounds by how much.
+No compiler is used. A compiled token takes more; `tests/programs/gate.py` bounds by how
+much.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from rlhf_jax.planning.chips import Chip
 
 
 class Token(NamedTuple):
-    """Of one token of every row, on one chip."""
+    """Work of one chip for one token of every row."""
 
-    weights: int  # bytes that are read
-    cache: int  # bytes that are read
-    sent: float  # bytes
+    weights: int  # bytes of weights read
+    cache: int  # bytes of keys and values read
+    sent: float  # bytes sent to other chips
     collectives: int
 
     def seconds(self, chip: Chip) -> float:
-        """Memory and links at once, and the latency of every collective."""
+        """The larger of memory and link time, plus the latency of every collective."""
         memory = (self.weights + self.cache) / chip.bandwidth
         return max(memory, self.sent / chip.links) + chip.latency * self.collectives
 
@@ -47,14 +47,14 @@ def token(
     columns: int,
     weight_bytes: int,
 ) -> Token:
-    """The least of a token.
+    """The least work of a chip for one token of every row.
 
     Args:
-      model: with the cache that it is sampled with.
-      mesh: of dcn, data and tensor, which divides the key and value heads.
-      rows: that are decoded at a time, of all chips.
-      columns: of a row that are attended to.
-      weight_bytes: of a number of a matrix.
+      model: with the cache of the sampler.
+      mesh: with the axes dcn, data and tensor; tensor divides the heads.
+      rows: rows that are decoded at a time on all chips.
+      columns: columns of a row that are attended to.
+      weight_bytes: bytes of one weight.
     """
     own, others = -(-rows // (mesh.dcn * mesh.data)), mesh.tensor - 1
     activations = own * model.hidden_size * jnp.dtype(model.dtype).itemsize
@@ -64,7 +64,7 @@ def token(
         weights=weight_bytes * matrix_numbers(model, rows=own) // mesh.tensor,
         cache=workload.cache_bytes(model, rows=own, columns=columns)
         // heads_devices(model, mesh),
-        # A sum passes twice, logits go where their rows are drawn.
+        # An all-reduce sends twice; logits are sent once, to where rows are drawn.
         sent=(2 * sums * activations + logits) * others / mesh.tensor,
         collectives=sums + 1 if others else 0,
     )
@@ -80,24 +80,26 @@ def least_bytes(
     weight_bytes: int,
     cached: bool = True,
 ) -> float:
-    """Bytes that a chip reads for a token, the mean of a response: no layout has fewer.
+    """Lower bound on the bytes that a chip reads per token, averaged over a response.
 
-    Matrices are shared by all axes but `dcn` and `data`, which only copy them, and a
-    column of the cache is read from when it is filled.
+    All axes but `dcn` and `data` shard the matrices, and a column of the cache is read
+    from the turn in which it is filled.
 
     Args:
-      mesh: that is sampled on.
-      rows: that are decoded at a time, of all chips.
+      mesh: the sampler's.
+      rows: rows that are decoded at a time on all chips.
+      prompt: columns of a prompt.
       turns: tokens after the first.
-      cached: whether those rows are there from the first column to the last; else the
-        cache is left out.
+      weight_bytes: bytes of one weight.
+      cached: whether the same rows are decoded from the first column to the last;
+        otherwise the cache is left out.
     """
     copies = mesh.dcn * mesh.data
     numbers = matrix_numbers(model, rows=-(-rows // copies))
     least = weight_bytes * numbers / (mesh.size // copies)
     if not cached:
         return least
-    # Windows make the bytes concave in the columns: no mean is below that of the ends.
+    # Windows make the bytes concave in the columns: the ends' mean is a lower bound.
     ends = (
         workload.cache_bytes(model, rows=rows, columns=columns)
         for columns in (prompt + 1, prompt + turns)
@@ -106,7 +108,7 @@ def least_bytes(
 
 
 def cache_devices(model: ModelConfig, mesh: MeshShape) -> int:
-    """Devices that share a KV cache, by rows and by heads."""
+    """Devices that share a KV cache, over rows and heads."""
     return mesh.rows * mesh.context * heads_devices(model, mesh)
 
 
@@ -116,7 +118,7 @@ def heads_devices(model: ModelConfig, mesh: MeshShape) -> int:
 
 
 def matrix_numbers(model: ModelConfig, *, rows: int) -> int:
-    """Numbers of the matrices that tokens of rows meet: of the layers, and the head."""
+    """Number of matrix elements of the layers and the head that `rows` tokens read."""
     shapes = dict(decoder.shapes(model)["layers"])
     total = model.padded_vocab_size * model.hidden_size
     if model.experts is not None:
@@ -126,9 +128,9 @@ def matrix_numbers(model: ModelConfig, *, rows: int) -> int:
 
 
 def expert_numbers(model: ModelConfig, *, rows: int | None = None) -> float:
-    """Numbers of the experts that tokens of rows meet where routing is even; None: all.
+    """Number of matrix elements of experts that rows read if routing is even.
 
-    E·(1 - (1 - k/E)^rows)      of the E experts of each layer, k for one row
+    E·(1 - (1 - k/E)^rows)      of the E experts of each layer; all if rows is None
     """
     if model.experts is None:
         return 0.0

@@ -1,10 +1,10 @@
-"""GPUs that are not there, as XLA's compiler is told of them (extra `plan-cuda`).
+"""Descriptions of GPUs for XLA's compiler, which needs no GPU (extra `plan-cuda`).
 
     devices("h100:8x8")        8 nodes of 8 GPUs, which NVLink joins inside a node
 
-XLA compiles for a description of a GPU as well as for one in the machine, with cuDNN's
-attention among what it calls. It measures no kernels then: which of several it would
-choose on the GPU itself is not known.
+XLA compiles for a description of a GPU as for one in the machine, including calls of
+cuDNN's attention. It then measures no kernels, so that autotuning on the GPU itself may
+choose others.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ INSTALL = "pip install -c .ci/constraints.txt -e '.[plan-cuda]'"
 
 
 class _Description(NamedTuple):
-    """What tells one GPU from another, by NVIDIA's data sheets and CUDA's occupancy."""
+    """A GPU's figures, from NVIDIA's data sheets and CUDA's occupancy tables."""
 
     name: str
     memory: int  # bytes
-    bandwidth: int  # bytes a second
+    bandwidth: int  # bytes per second
     capability: str
     cores: int  # streaming multiprocessors
-    units: int  # of float32, in each of them
+    units: int  # float32 units of a multiprocessor
     clock: float  # GHz
-    shared: int  # bytes of shared memory of a multiprocessor; of a block 1 KiB less
-    cache: int  # bytes, the second level
-    threads: int = 2048  # of a multiprocessor, at the most
+    shared: int  # bytes of shared memory of a multiprocessor; a block has 1 KiB less
+    cache: int  # bytes of the second-level cache
+    threads: int = 2048  # most threads of a multiprocessor
 
 
 _AMPERE = ("8.0", 108, 64, 1.41, 167936, 41943040)
 _HOPPER = ("9.0", 132, 128, 1.98, 233472, 52428800)
 _BLACKWELL = ("10.0", 148, 128, 1.965, 233472, 132644864)
-# Where XLA has a description of its own (`xla/backends/gpu/target_config/specs`), it
-# has these figures; L40S, H100 NVL and GH200 are by their data sheets.
+# The figures of XLA's own descriptions (`xla/backends/gpu/target_config/specs`); those
+# of L40S, H100 NVL and GH200, which it lacks, are from their data sheets.
 _DESCRIPTIONS = {
     "a100": _Description("NVIDIA A100-SXM4-80GB", 85100068864, 2039040000000, *_AMPERE),
     "a100-40": _Description(
         "NVIDIA A100-SXM4-40GB", 42331013120, 1555200000000, *_AMPERE
     ),
-    "l40s": _Description(  # of the cache of its die, AD102, no more than 96 MiB is on
+    "l40s": _Description(  # 96 MiB of the cache of its die, AD102, are enabled
         *("NVIDIA L40S", 47803531264, 864000000000),
         *("8.9", 142, 128, 2.52, 102400, 100663296, 1536),
     ),
@@ -74,7 +74,7 @@ _DESCRIPTIONS = {
 
 
 def is_gpu(topology: str) -> bool:
-    """Whether a topology, as h100:8x8, is of GPUs."""
+    """Whether a topology, such as h100:8x8, is of GPUs."""
     return topology.partition(":")[0] in _DESCRIPTIONS
 
 
@@ -99,10 +99,10 @@ def compiler() -> str | None:
 
 
 def devices(topology: str) -> list[Any]:
-    """The GPUs, node after node, of chip:NODESxGPUS.
+    """The GPUs of chip:NODESxGPUS, node after node.
 
     Raises:
-      InputError: the topology is of another form, or the plug-in that compiles for GPUs
+      InputError: the topology has another form, or the plug-in that compiles for GPUs
         is missing.
     """
     nodes, gpus = _shape(topology)
@@ -119,7 +119,7 @@ def devices(topology: str) -> list[Any]:
             target_config=_config(described),
             topology=f"{nodes}x1x{gpus}",
         )
-    except NotImplementedError:  # the plug-in looked for a GPU as JAX began
+    except NotImplementedError:  # the plug-in looked for a GPU when JAX started
         raise InputError(
             f"topology: expected a process that compiles for {topology!r}, got one in "
             f"which JAX's plug-in for GPUs has failed for want of a GPU; start it with "

@@ -1,11 +1,11 @@
-"""A histogram of response lengths, from a file, and the batch that stands for it.
+"""A sample of response lengths, from a file, and a batch that represents it.
 
     12              {"length": 12, "text": "..."}
     407             {"length": 407}
 
-A line is an integer, or a JSON object whose "length" is one: tokens of a response, EOS
-included. The file is a sample: 240 lines are 240 responses. A batch of B rows has those
-at the shares (i + 1/2)/B of the sorted file, so that it is the same every time.
+A line is the number of tokens of a response, EOS included: an integer, or a JSON object
+with one as "length". A batch of B rows has the quantiles (i + 1/2)/B of the file, so
+that it is the same every time.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ FIELD = "length"
 
 
 def read(path: Path) -> tuple[int, ...]:
-    """The lengths of a file in rising order, tokens.
+    """Reads the lengths of a file, in tokens, in increasing order.
 
     Raises:
-      InputError: there is no such file, no length in it, or a line of another form;
-        names the line.
+      InputError: the file is missing or has no length, or a line has another form
+        (names the line).
     """
     expected = "a file of lengths"
     advice = f"write one integer a line, or JSON objects with a field {FIELD!r}"
@@ -41,7 +41,7 @@ def read(path: Path) -> tuple[int, ...]:
 
 
 def spread(lengths: Sequence[int], *, rows: int) -> tuple[int, ...]:
-    """The lengths of a batch: at the shares (i + 1/2)/rows of rising lengths."""
+    """The lengths of a batch: the quantiles (i + 1/2)/rows of increasing lengths."""
     count = len(lengths)
     return tuple(lengths[(2 * i + 1) * count // (2 * rows)] for i in range(rows))
 

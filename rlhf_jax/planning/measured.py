@@ -1,9 +1,9 @@
-"""What the compiler says of a run's programs on a mesh, and what is alive with each.
+"""Compiled programs of a run on a mesh, and the memory in use while each of them runs.
 
-    alive = what it does not read + its arguments + temporaries + results - aliases
+    alive = other arrays + arguments + temporaries + results - aliases
 
-While one program runs, everything that it does not read stays where it is: its own
-figures alone are no verdict.
+While a program runs, arrays that it does not read stay in memory: its own figures do
+not decide whether the run fits.
 """
 
 from __future__ import annotations
@@ -31,51 +31,52 @@ Waiting = Callable[[str], AbstractContextManager[None]]
 
 
 class Target(NamedTuple):
-    """What is compiled for."""
+    """The chips and the compiler of a plan."""
 
     mesh: Mesh
     name: str  # of the chip
     chip: Chip
     compiler: str
-    # Of a node or a slice, chips; None where the links reach every chip.
+    # Chips of a node or a slice; None if the links reach every chip.
     per_node: int | None = None
-    near: int = 0  # bytes of a cache between kernels, as `cost.cost` has it
+    near: int = 0  # bytes of a cache between kernels, as in `cost.cost`
 
 
 class Measured(NamedTuple):
-    """What the compiler says of one program, a chip."""
+    """A compiled program, per chip."""
 
     program: Program
-    sizes: dict[str, int]  # bytes; of one that was refused the temporaries alone
-    refused: str | None  # why
+    sizes: dict[str, int]  # bytes; only the temporaries of a refused program
+    refused: str | None  # why the compiler refused it; None if it did not
     cost: Cost
-    once: Cost | None = None  # of that what is outside of loops over tokens
+    once: Cost | None = None  # the part of `cost` outside of loops over tokens
 
 
 class Alive(NamedTuple):
-    """What is on a chip while a program runs, bytes."""
+    """Bytes on a chip while a program runs."""
 
-    during: str
-    others: int  # that it does not read
+    during: str  # name of the program
+    others: int  # arrays that the program does not read
     argument: int
     temporary: int
     output: int
-    alias: int  # of the output, which takes the place of arguments
+    alias: int  # part of the output that reuses the memory of arguments
     total: int
 
 
 def target(topology: str | None, *, chip: str | None, mesh: MeshShape) -> Target:
-    """The chips, as a mesh, and the compiler that stands for them.
+    """The chips to plan for, as a mesh, and their compiler.
 
-    Without a topology this machine's own compiler stands in for the chip; None is the
-    chip of this machine.
+    Args:
+      topology: such as v5e:8x8; None compiles with this machine's own compiler.
+      chip: whose figures are used without a topology; None is this machine's.
 
     Raises:
-      InputError: there is no such topology or chip, or the mesh has another size.
+      InputError: the topology or chip is unknown, or the mesh has another size.
     """
     if topology is not None:
         name, named, _ = topology.partition(":")
-        if named:  # or the compiler says what is missing
+        if named:  # otherwise `slice_of` says what is missing
             chips.named(name)
         made = mesh.make(compiled.slice_of(topology, slices=mesh.dcn))
         if gpu_targets.is_gpu(topology):
@@ -92,8 +93,8 @@ def target(topology: str | None, *, chip: str | None, mesh: MeshShape) -> Target
         of_slice = mesh.size // mesh.dcn if mesh.dcn > 1 else None
         return Target(made, name, chips.named(name), compiler, of_slice)
     if mesh.size > 1:
-        # As many virtual devices as the mesh has, where this machine is a CPU and no
-        # program has run yet; else the mesh says what is missing.
+        # A CPU on which no program has run yet gets as many virtual devices as the mesh
+        # has; otherwise `make` says what is missing.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", mesh.size)
     made = mesh.make()
@@ -117,7 +118,7 @@ def resident(parts: dict[str, Any], target: Target) -> dict[str, int]:
     Raises:
       InputError: an axis does not divide a dimension of a parameter; names both.
     """
-    # All of them first: what does not divide is told before anything is compiled.
+    # All of them first, so that errors come before any compilation.
     where = sharding.shardings(parts, mesh=target.mesh)
 
     def size(name: str) -> int:
@@ -134,7 +135,7 @@ def resident(parts: dict[str, Any], target: Target) -> dict[str, int]:
 
 
 def mesh_of(program: Program, target: Target) -> Mesh:
-    """The mesh that a program runs on: its own over the same chips, or the run's."""
+    """The mesh of a program: its own over the same chips, or the run's."""
     if program.mesh is None:
         return target.mesh
     return program.mesh.make(sorted(target.mesh.devices.flat, key=lambda one: one.id))
@@ -151,8 +152,9 @@ def measure(
     """Compiles the programs of a step, `Workload.programs`.
 
     Args:
-      rows: of a batch, for what `waiting` shows.
-      visits: from `workload.block_visits`; bytes alone do not need them.
+      rows: of a batch, which `waiting` shows.
+      waiting: a context that shows what is being compiled.
+      visits: from `workload.block_visits`; memory figures do not need them.
 
     Raises:
       InputError: the row axes do not divide the rows, or sizes do not fit.
@@ -185,7 +187,7 @@ def _compile(
             keep_unused=True,
         )
     except compiled.RefusedError as error:
-        # The compiler names what it would have needed, and nothing else.
+        # The message has the size of the temporaries, and no other figure.
         needed = re.search(r"temporaries \(([\d.]+)([MGT])\)", str(error))
         scale = {"M": 2**20, "G": 2**30, "T": 2**40}
         sizes = {}
@@ -215,7 +217,7 @@ def _compile(
 
 
 def alive(one: Measured, resident: dict[str, int]) -> Alive:
-    """What is on a chip while a program runs, beside what is `resident`."""
+    """Bytes on a chip while a program runs, from the bytes of resident parts."""
     read = sum(resident[name] for name in one.program.reads)
     others = sum(resident.values()) - read
     argument = one.sizes.get("argument", read)
@@ -229,7 +231,7 @@ def alive(one: Measured, resident: dict[str, int]) -> Alive:
 def described(one: Measured, chip: Chip, *, num_chips: int = 1) -> dict[str, Any]:
     """A program's bytes, work and least seconds, as JSON values.
 
-    `num_chips` share the program's model FLOPs.
+    `num_chips` chips share its model FLOPs.
     """
     total, work = one.cost, _work(one.cost)
     seconds = least_seconds(chip, **work)
@@ -280,10 +282,10 @@ def least_seconds(
     network_bytes: float,
     exchanges: float,
 ) -> dict[str, float]:
-    """Seconds that each of a chip's peak rates takes for its part of a program.
+    """Seconds of a chip's part of a program at each of its peak rates.
 
-    Of the bytes that are sent to other chips `network_bytes` leave the node, and each
-    of the `exchanges` takes the chip's latency.
+    `network_bytes` is the part of `sent_bytes` that leaves the node. Each of the
+    `exchanges` takes the chip's latency.
     """
     return {
         "products": flops / chip.flops,
@@ -295,10 +297,10 @@ def least_seconds(
 
 
 def bound_of(seconds: dict[str, float], *, waits: bool) -> float:
-    """The least time of a program: its rates go on at once.
+    """The least time of a program: all rates run at once.
 
-    Where it `waits`, as each product of a decoded token does for the exchange before,
-    latencies come on top.
+    Latencies are added if the program `waits`, as every product of a decoded token
+    waits for the exchange before it.
     """
     latency = seconds["latency"]
     rates = max(part for name, part in seconds.items() if name != "latency")
@@ -316,10 +318,10 @@ def _work(total: Cost) -> dict[str, float]:
 
 
 def mfu(flops: float, *, seconds: float, chip: Chip, num_chips: int) -> float | None:
-    """model FLOPs / (seconds · chips · peak FLOPs a second of a chip), a share of 1.
+    """model FLOPs / (seconds · chips · peak FLOPs per second of a chip), at most 1.
 
-    `flops` is what the model needs, over all chips (`model_flops`). None of no time, as
-    of a program that was refused.
+    `flops` is what the model needs on all chips (`model_flops`). None if `seconds` is
+    0, as for a refused program.
 
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """

@@ -1,11 +1,12 @@
-"""Memory that a run needs in any case, against what there is, before any is taken.
+"""Compares the least memory that a run needs with the available memory.
 
-    held throughout        + the larger of      what one program makes for itself:
+    held throughout        + the largest of     what one program makes for itself:
     parameters, moments,                        the KV cache while sampling,
     reference, reward model                     the gradients while learning
 
-From shapes alone: nothing is compiled or allocated. Activations and batches are left
-out, so that a run which fits is never refused. `memory` has the whole account.
+The check runs first and uses only shapes: nothing is compiled or allocated. Activations
+and batches are left out, so that a run that fits is never rejected. `memory` has the
+full account.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Part(NamedTuple):
     """Arrays that stay in memory throughout a run."""
 
     name: str
-    shapes: PyTree  # of arrays
+    shapes: PyTree
     mesh: Mesh | None  # None is the host's memory
 
 
@@ -47,15 +48,15 @@ class Passing(NamedTuple):
     """Arrays that a program makes for itself; no two exist at once on a device."""
 
     name: str
-    size: int  # bytes, over all the devices
+    size: int  # bytes on all devices
     mesh: Mesh
-    beside: tuple[Part, ...] = ()  # arrays that exist for this program alone
-    others: tuple[tuple[str, int], ...] = ()  # of the same kind, at the same time
+    beside: tuple[Part, ...] = ()  # arrays that exist only during this program
+    others: tuple[tuple[str, int], ...] = ()  # (name, bytes) that exist with it
 
 
 def shapes_of(model: ModelConfig) -> PyTree:
     """Shapes of a model's parameters, float32; nothing is allocated."""
-    # Under jit, which traces a function and a model once.
+    # `jit` caches the trace of each model.
     init = jax.jit(decoder.init, static_argnames="model")
     return init.eval_shape(jax.eval_shape(jax.random.key, 0), model=model)
 
@@ -63,8 +64,8 @@ def shapes_of(model: ModelConfig) -> PyTree:
 def gradients(name: str, trained: PyTree, *, model: ModelConfig, mesh: Mesh) -> Passing:
     """Gradients of all trained parameters, which exist together before any is applied.
 
-    The compute dtype is counted for each: the compiler may keep gradients in it and
-    widen them where they are read.
+    Each counts in the compute dtype: the compiler may keep gradients in it and convert
+    them where they are read.
     """
     count = sum(leaf.size for leaf in jax.tree.leaves(trained))
     return Passing(name, count * jnp.dtype(model.dtype).itemsize, mesh)
@@ -87,14 +88,14 @@ def cache(
 def check(
     resident: Sequence[Part], passing: Callable[[], Sequence[Passing]], *, change: str
 ) -> None:
-    """Refuses a run whose arrays cannot fit on a device or on the host.
+    """Rejects a run whose arrays cannot fit on a device or on the host.
 
     The least bytes that a run needs are compared with the memory of each device and of
     the host. On the CPU all devices share the host's memory. Nothing is compared for a
     host with several processes, or for a device that does not report its memory.
 
     Args:
-      passing: called only where `resident` fits.
+      passing: called only if `resident` fits.
       change: what the user can change, a phrase that names options.
 
     Raises:
@@ -111,7 +112,7 @@ def check(
 
 
 def _account(resident: Sequence[Part]) -> dict[Any, dict[str, int]]:
-    """Bytes by place, which is a device or the host, and by name."""
+    """{device or host: {name: bytes}}."""
     account: dict[Any, dict[str, int]] = {}
     for name, shapes, mesh in resident:
         if mesh is None:
@@ -129,7 +130,7 @@ def _add(account: dict[Any, dict[str, int]], place: Any, name: str, size: int) -
 
 
 def bytes_per_device(shapes: PyTree, *, mesh: Mesh) -> int:
-    """Bytes on each device of a mesh; what is replicated counts whole."""
+    """Bytes on each device of a mesh; replicated arrays count in full."""
     placed = jax.tree.leaves(sharding.shardings(shapes, mesh=mesh))
     return sum(
         math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -152,8 +153,8 @@ def _compare(least: dict[Any, dict[str, int]], *, change: str) -> None:
         raise InputError(
             f"memory of {place}: expected a run that fits into {_mib(available)}, "
             f"got one that takes at least {_mib(needed)}, before activations:{lines}\n"
-            f"{change}; `rlhf-jax plan COMMAND` shows the whole account, "
-            f"--no-check-memory goes on all the same"
+            f"{change}; `rlhf-jax plan COMMAND` shows the full account, and "
+            f"--no-check-memory starts the run anyway"
         )
 
 
@@ -168,7 +169,7 @@ def limit(place: Any) -> int | None:
     process's control group if that is less, plus free swap space.
 
     Returns:
-      Bytes; None where no limit is known.
+      Bytes; None if no limit is known.
     """
     if place != HOST:
         return (place.memory_stats() or {}).get("bytes_limit")

@@ -1,16 +1,16 @@
-"""FLOPs that a model needs, whatever its program spends on padding and remat.
+"""FLOPs that a model needs, not counting padding and remat.
 
-    MFU = model FLOPs / (seconds · chips · peak FLOPs a second of a chip)
+    MFU = model FLOPs / (seconds · chips · peak FLOPs per second of a chip)
 
-A forward pass of a text of n tokens through L layers, of H heads of d dimensions:
+A forward pass of a text of n tokens through L layers with H heads of d dimensions:
 
-    2·n·Σ kernels  +  4·H·d·Σ_l pairs_l(n)  +  2·D·V a token that is predicted
-                   +  6·n·H·k·v a DeltaNet of H heads, whose memory is [k, v]
+    2·n·Σ kernels  +  4·H·d·Σ_l pairs_l(n)  +  2·D·V per predicted token
+                   +  6·n·H·k·v per DeltaNet of H heads with memories [k, v]
 
-pairs_l(n) are the (token, earlier token or itself) that layer l attends to, n(n + 1)/2
-without a window. A memory is read, written and read once more per token. A gradient
-costs two forward passes more, or one more and the adapters' own where adapters alone
-are trained. Norms, softmax, optimizers and rematerialised layers count nothing.
+pairs_l(n) is the number of (query, key) pairs of layer l, n(n + 1)/2 without a window.
+A memory is read, written and read once more per token. A gradient costs two further
+forward passes, or, if only adapters are trained, one further pass and the adapters' own
+products. Norms, softmax, optimizers and rematerialised layers are not counted.
 
 Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B, here with causal pairs.
 """
@@ -27,20 +27,20 @@ class Texts(NamedTuple):
     """The lengths of a batch's texts, without padding."""
 
     prompt: int  # tokens of every prompt
-    responses: tuple[int, ...]  # tokens of each
-    # Tokens that each read between its turns and behind them, which are not predicted
-    # and no other text shares; () is none.
+    responses: tuple[int, ...]  # tokens of each response
+    # Tokens that each text observes between and after its turns; they are not predicted
+    # and not shared with other texts. () is none.
     observed: tuple[int, ...] = ()
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Of each text, behind its prompt."""
+        """Tokens of each text after its prompt."""
         observed = self.observed or (0,) * len(self.responses)
         return tuple(map(sum, zip(self.responses, observed, strict=True)))
 
     @property
     def tokens(self) -> int:
-        """Of prompts, responses and observations."""
+        """All tokens of prompts, responses and observations."""
         return len(self.responses) * self.prompt + sum(self.lengths)
 
 
@@ -49,15 +49,16 @@ def forward(
 ) -> float:
     """FLOPs of one forward pass over all texts.
 
-    With a head the tokens of responses are predicted too. `group_size` texts share a
-    prompt, which is run once for them.
+    Args:
+      head: whether the tokens of responses are predicted.
+      group_size: texts that share a prompt, which is run once for all of them.
     """
     size, width = model.hidden_size, model.num_heads * model.head_dim
     projections = 2 * size * (width + model.num_kv_heads * model.head_dim)
     projections += size * width if model.output_gate else 0
     attention = model.layers_of("attention")
     mlp = (3 if model.gated_mlp else 2) * size * model.intermediate_size
-    if model.experts is not None:  # those that a token meets, and the router
+    if model.experts is not None:  # the k experts of a token, and the router
         mlp = model.experts.per_token * mlp + size * model.experts.count
     shared = len(texts.responses) * (1 - 1 / group_size)  # prompts that are not run
     tokens = texts.tokens - shared * texts.prompt
@@ -83,7 +84,7 @@ def training(
 ) -> float:
     """FLOPs of a forward pass over all texts and of its gradient.
 
-    `adapters` is the number of their parameters where these alone are trained.
+    `adapters` is the number of their parameters if only adapters are trained.
     """
     passes = 3 if adapters is None else 2
     own = 0.0 if adapters is None else 3 * 2.0 * texts.tokens * adapters
@@ -91,7 +92,7 @@ def training(
 
 
 def _of_delta_nets(model: ModelConfig) -> float:
-    """FLOPs of a token in all of them."""
+    """FLOPs of a token in all DeltaNet layers."""
     shape = model.delta_net
     if shape is None:
         return 0.0

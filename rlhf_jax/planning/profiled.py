@@ -2,9 +2,9 @@
 
     MFU = model FLOPs / (seconds · devices · peak FLOPs per second of a device)
 
-Model FLOPs are those of `model_flops` for the texts that the steps did read. Not
-counted are texts mixed in by --ptx, recomputed log-probs, exact KL, batches drawn
-again, and of Nash-MD the reference in the sampler, which runs every prompt twice.
+`model_flops` counts the model FLOPs of the texts that the steps read. Not counted are
+texts mixed in by --ptx, recomputed log-probs, exact KL, batches that were drawn again,
+and the second pass over prompts in the sampler of Nash-MD.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Flops = Callable[[Sequence[Text]], dict[str, float]]
 FORMULA = "model FLOPs / (seconds · devices · peak FLOPs per second of a device)"
-UNNAMED = "device work"  # the row of a trace that names the scope of less than half
+UNNAMED = "device work"  # the only row if a trace names less than half of the work
 
 
 def policy_gradient_flops(
@@ -48,11 +48,11 @@ def policy_gradient_flops(
     """Model FLOPs of an iteration by scope.
 
     Args:
-      texts: prompts and responses of the rollout; what episodes of several turns
-        observe is run for each of them, and not predicted.
-      group_size: responses of a prompt, which is run once for them.
+      texts: prompts and responses of the rollout; tokens that an episode observes are
+        run and not predicted.
+      group_size: responses of a prompt; the sampler runs the prompt once for them.
       trained: share of the responses that the update reads.
-      adapters: their parameters, where these alone are trained; else None.
+      adapters: parameters of the adapters if only these are trained, else None.
       references, rewards: the frozen models that score the rollout.
       shared_trunk: whether the critic is a head on the policy.
     """
@@ -80,9 +80,11 @@ def supervised_flops(
     adapters: Any | None = None,
     reference: ModelConfig | None = None,
 ) -> dict[str, float]:
-    """Model FLOPs of one update by scope, of all texts that it reads, of a pair both.
+    """Model FLOPs of one update by scope, for all texts that it reads, two per pair.
 
-    `head` says whether tokens are predicted; adapters are those that alone are trained.
+    Args:
+      head: whether tokens are predicted.
+      adapters: parameters of the adapters if only these are trained, else None.
     """
     flops = {"loss": _training(model, texts, head=head, adapters=adapters)}
     if reference is not None:
@@ -93,16 +95,16 @@ def supervised_flops(
 def summary(
     run_folder: Path, *, profile: str | None, flops: Flops | None
 ) -> dict[str, Any]:
-    """Prints the table of a profiled run; its figures for summary.json.
+    """Prints the table of a profiled run and returns its figures for summary.json.
 
     Args:
-      run_folder: of the run, which is over.
+      run_folder: of a finished run.
       profile: the steps of --profile.
-      flops: texts of a step -> its model FLOPs by scope; None of a command that counts
-        none.
+      flops: maps the texts of a step to its model FLOPs by scope; None if the command
+        counts none.
 
     Returns:
-      {"profile": {...}}, or {} of a run without a profile of these steps.
+      {"profile": {...}}, or {} if the run has no profile of these steps.
     """
     steps = None if profile is None else Window.parse(profile)
     profiled = profiler.read(run_folder, window=steps)
@@ -111,11 +113,11 @@ def summary(
     from rlhf_jax.runs.profile import trace
 
     times = None
-    with contextlib.suppress(OSError, ValueError):  # it is gone, or not whole
+    with contextlib.suppress(OSError, ValueError):  # the file is missing or truncated
         times = trace.times(run_folder / profiled.trace)
     if times is not None and times.unscoped > times.busy / 2:
-        # Seen on a GPU: of 2.6 s a step 1.6 ms had a name. What the rest is of is not
-        # known, and a scope's share of it would be wrong.
+        # Seen on a GPU: 1.6 ms of a step of 2.6 s had a scope. The scopes of the rest
+        # are unknown, and shares of the named part would mislead.
         times = times._replace(scopes={}, unscoped=times.busy)
     devices = profiled.processes * times.devices if times else profiled.devices
     work: dict[str, float] = defaultdict(float)
@@ -130,7 +132,7 @@ def summary(
     def mfu(count: float, seconds: float) -> float | None:
         if chip is None or not count:
             return None
-        # Few runs are profiled: this reads compiled programs.
+        # Imported late, as few runs are profiled.
         from rlhf_jax.planning import measured
 
         return measured.mfu(count, seconds=seconds, chip=chip, num_chips=devices)
@@ -179,7 +181,6 @@ def summary(
 def _tell(
     figures: dict[str, Any], *, chip: chips.Chip | None, total: float | None
 ) -> None:
-    """Prints what stands below the table."""
     devices, kind = figures["devices"], figures["device"]
     source = "device time by named scope, from the trace"
     if figures["source"] != "trace":
@@ -220,7 +221,7 @@ def _tell(
 def _seconds(
     run_folder: Path, profiled: Profiled, times: Times | None
 ) -> dict[str, float]:
-    """Seconds of all steps by row of the table, in its order."""
+    """Seconds of all steps for each row of the table, in order."""
     if times is not None:
         idle = max(profiled.seconds - times.busy - times.waited, 0.0)
         return {
@@ -243,7 +244,7 @@ def _share(value: float | None) -> str | None:
 
 
 def _by_prompt(texts: Sequence[Text]) -> list[Texts]:
-    """Texts whose prompts are equally long, together."""
+    """Groups texts by the length of their prompts."""
     by_prompt: dict[int, list[Text]] = defaultdict(list)
     for text in texts:
         by_prompt[text.prompt].append(text)

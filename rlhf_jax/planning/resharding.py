@@ -1,13 +1,13 @@
-"""What chips receive when a copy of the policy is brought to the sampler's layout.
+"""Bytes that chips receive when a copy of the policy moves to the sampler's layout.
 
     fsdp=4              data=2,tensor=2
-    chip 0   rows 0      columns 0   has a quarter of what it needs, and receives
-    chip 1   rows 1      columns 1   the other three
+    chip 0   rows 0      columns 0   every chip has a quarter of what it needs, and
+    chip 1   rows 1      columns 1   receives the other three quarters
     chip 2   rows 2      columns 0
     chip 3   rows 3      columns 1
 
-Once per iteration, before the first token. No compiler is asked: who has which part of
-an array follows from both shardings.
+This happens once per iteration, before the first token. No compiler is used: the two
+shardings say which chip has which part of an array.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ Array = np.ndarray
 
 
 class Received(NamedTuple):
-    """Bytes of a chip, the most of all chips."""
+    """Bytes of a chip, the maximum over all chips."""
 
-    bytes: int  # that it receives
-    across: float  # its share of what its node takes from other nodes
+    bytes: int  # received by the chip
+    across: float  # its share of what its node receives from other nodes
     written: int  # its part of the new copy
 
 
 def described(one: Measured, target: Target) -> dict[str, Any] | None:
-    """What it takes to bring a program's arguments to its mesh from the target's.
+    """The cost of moving a program's arguments from the target's mesh to its own.
 
     Returns:
-      A row of the plan's JSON (`measured.described`); None where nothing is brought.
+      A row of the plan's JSON (`measured.described`); None if nothing moves.
     """
     if not one.program.resharded:
         return None
@@ -51,7 +51,7 @@ def described(one: Measured, target: Target) -> dict[str, Any] | None:
         "memory_bytes": arriving.written,
         "sent_bytes": arriving.bytes,
         "network_bytes": arriving.across,
-        "exchanges": 0,  # as many as there are leaves, once: nothing beside the bytes
+        "exchanges": 0,  # one per leaf: their latency is negligible
     }
     seconds = measured.least_seconds(target.chip, flops=0.0, **moved)
     return {
@@ -74,13 +74,13 @@ def described(one: Measured, target: Target) -> dict[str, Any] | None:
 def received(
     tree: Any, *, source: Mesh, target: Mesh, per_node: int | None = None
 ) -> Received:
-    """The least that chips receive to hold a tree as another mesh shards it.
+    """The least bytes that chips receive to move a tree to another mesh.
 
-    A chip receives what its new part has and its old one has not. A node takes what
-    none of its chips has once, each of them an equal share.
+    A chip receives the part of its new shard that its old shard lacks. A node receives
+    what none of its chips has once, an equal share on each chip.
 
     Args:
-      tree: parameters, arrays or shapes, in the dtype that they travel in.
+      tree: parameters, arrays or shapes, in the dtype in which they are sent.
       source: the mesh that they are on.
       target: another mesh of the same chips.
       per_node: chips of a node, in the order of their ids; None is one node of all.
@@ -100,7 +100,7 @@ def received(
         for node, (before, after) in enumerate(
             zip(np.split(has, nodes), np.split(needs, nodes), strict=True)
         ):
-            # Parts of one sharding are equal or have nothing in common.
+            # Shards of one sharding are equal or disjoint.
             before, after = np.unique(before, axis=0), np.unique(after, axis=0)
             stays = _overlap(after[:, None], before[None]).sum()
             of_node[node] += size * (_overlap(after, after).sum() - stays)
@@ -109,7 +109,7 @@ def received(
 
 
 def _parts(where: NamedSharding, shape: tuple[int, ...]) -> Array:
-    """i64[chips, dimensions, 2], where each chip's part begins and ends, by its id."""
+    """i64[chips, dimensions, 2], begin and end of each chip's shard, by chip id."""
     by_device = where.devices_indices_map(shape)
     ordered = sorted(by_device, key=lambda device: device.id)
     ends = [
@@ -123,7 +123,7 @@ def _parts(where: NamedSharding, shape: tuple[int, ...]) -> Array:
 
 
 def _overlap(first: Array, second: Array) -> Array:
-    """Elements that two parts have in common."""
+    """Number of elements that two shards have in common."""
     begin = np.maximum(first[..., 0], second[..., 0])
     end = np.minimum(first[..., 1], second[..., 1])
     return np.prod(np.maximum(end - begin, 0), axis=-1)

@@ -1,4 +1,4 @@
-"""A plan (`plan.plan`), as it is read on a terminal."""
+"""Prints a plan (`plan.plan`) on the terminal."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from rlhf_jax.runs import report
 
 GIB = 2**30
 WORK = (("flops", 1e12), ("memory_bytes", 1e9), ("sent_bytes", 1e9))
-SHOWN = 0.02  # of what a program sends: collectives of less are left to the JSON
+SHOWN = 0.02  # least share of a program's sent bytes for a row; the JSON has all
 
 
 def show(result: dict[str, Any]) -> None:
-    """Prints a plan: memory, work, collectives, and the verdict at the end."""
+    """Prints memory, work, collectives and the verdict of a plan."""
     chip, programs = result["chip"], result["programs"]
     where = f"{result['chips']} x {chip['name']}"
     print(f"Compiled for {where}, never run; the compiler is {result['compiler']}")
@@ -65,8 +65,7 @@ def show(result: dict[str, Any]) -> None:
             if row["sent"] > SHOWN * one["sent_bytes"]
         ],
     )
-    # One chip has no links, and one node or slice no network: columns of 0 alone are
-    # left out.
+    # Leaves out columns of zeros: one chip has no links, one node or slice no network.
     parts = [
         name
         for name in programs[0]["seconds"]

@@ -1,7 +1,7 @@
-"""A job as shapes: what it holds, and the programs that it runs one after another.
+"""A job as shapes: what stays in memory, and the programs that a step runs in order.
 
-`memory` asks the compiler about them on one device, `plan` on a slice of many. Nothing
-is allocated: the jobs (`jobs/`) take all their shapes from `jax.eval_shape`.
+`memory` compiles them for one device, `plan` for a slice of many. Nothing is allocated:
+the jobs (`jobs/`) take all shapes from `jax.eval_shape`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlhf_jax.models import caches
 from rlhf_jax.models.config import DeltaNet, ModelConfig
 
 PyTree = Any
-# Norms, activations and gated products of a layer, in parts of its projections.
+# Norms, activations and gated products of a layer, relative to its projections.
 BETWEEN = 1.5
 Stage = Literal["rollout", "score", "update"]
 
@@ -29,37 +29,37 @@ class Program(NamedTuple):
     name: str
     function: Callable[..., Any]
     args: tuple[Any, ...]  # shapes
-    reads: tuple[str, ...]  # those of `Workload.parts` among them
-    batch: tuple[int, ...]  # which of the arguments have rows
+    reads: tuple[str, ...]  # names of `Workload.parts` among the arguments
+    batch: tuple[int, ...]  # numbers of the arguments that have rows
     stage: Stage
     model_flops: float  # of all devices, by `model_flops`
-    donate: tuple[int, ...] = ()
-    mesh: MeshShape | None = None  # of its own, over the chips of the run
-    resharded: tuple[int, ...] = ()  # arguments that are brought to it for each run
-    # Of loops that end when every row has stopped, in their order, at the most.
+    donate: tuple[int, ...] = ()  # numbers of donated arguments
+    mesh: MeshShape | None = None  # over the chips of the run; None is the run's mesh
+    resharded: tuple[int, ...] = ()  # arguments that are moved to `mesh` for each run
+    # Most trips of the loops that end when every row has stopped, in their order.
     trips: tuple[int, ...] = (1,)
-    repeats: int = 1  # of the first of these, which stands in a loop that says so
-    least_bytes: float = 0.0  # that a device reads by hand (`decoding.least_bytes`)
-    expert_bytes: float = 0.0  # of those, of experts of a mixture
+    repeats: int = 1  # trips of the loop around the first of these
+    least_bytes: float = 0.0  # read by a device, by hand (`decoding.least_bytes`)
+    expert_bytes: float = 0.0  # part of least_bytes that is a mixture's experts
 
 
 class Workload(NamedTuple):
     """A step of a job."""
 
     model: ModelConfig
-    parts: dict[str, PyTree]  # what stays in memory throughout, by name
+    parts: dict[str, PyTree]  # arrays that stay in memory throughout, by name
     programs: list[Program]  # in their order
     tokens: int  # of prompts and responses, without padding
-    within: dict[str, int]  # what of the temporaries is known, bytes of all devices
+    within: dict[str, int]  # known parts of the temporaries, bytes of all devices
 
 
 def decoding_turns(
     prompt_length: int, max_new_tokens: int, *, longest: int | None = None
 ) -> tuple[int, ...]:
-    """Turns of the sampler's loops, each in one window of a cache that grows.
+    """Turns of the sampler's loops, one for each width of the growing cache.
 
-    The first token comes from the prompts' own pass, and the last is run no more. The
-    loops end with the longest response; None is one of max_new_tokens.
+    The prompts' pass yields the first token, and the last token is not run. The loops
+    end with the longest response; None is max_new_tokens.
     """
     size = prompt_length + max_new_tokens
     last = prompt_length + (max_new_tokens if longest is None else longest) - 1
@@ -71,19 +71,20 @@ def decoding_turns(
 def batching_turns(
     responses: Sequence[int], *, places: int, arriving: int
 ) -> tuple[int, ...]:
-    """Tokens that are decoded in each loop of continuous batching.
+    """Turns of each loop of continuous batching.
 
-    Where pages are fewer than rows want, rows wait, and it takes more.
+    A lower bound: with too few pages, rows wait and take more turns.
 
     Args:
-      responses: tokens of each, in the order of their rows.
-      places: decoded at a time, where `arriving` prompts come in at a time.
+      responses: tokens of each response, in the order of rows.
+      places: rows that are decoded at a time.
+      arriving: prompts that come in at a time.
 
     Returns:
       Turns of the loop between two arrivals, the mean rounded up; then those of the
       loops in fewer places.
     """
-    # Here and below: a run's memory check needs neither pages nor blocks.
+    # Imported here and below: a run's memory check needs neither pages nor blocks.
     from rlhf_jax.models.generation import continuous_batching
 
     queue, left = list(responses), list[int]()
@@ -91,7 +92,7 @@ def batching_turns(
     turns, arrivals = [0] * len(sizes), 0
 
     def until(limit: int) -> int:
-        """Turns until so many go on."""
+        """Turns until at most `limit` rows go on."""
         nonlocal left
         steps = sorted(left)[len(left) - limit - 1] if len(left) > limit else 0
         left = [more - steps for more in left if more > steps]
@@ -110,14 +111,15 @@ def batching_turns(
 def block_visits(
     model: ModelConfig, *, columns: int, context: int, backend: str
 ) -> dict[str, float]:
-    """Blocks that a turn of blockwise attention visits, the mean of all layers.
+    """Blocks that a loop of blockwise attention visits, the mean over layers.
 
-    In blocks of b columns, query block i meets min(i + 1, 1 + ⌈(W - 1) / b⌉) blocks of
-    keys through a window of W. Over a context axis a device has 1/context of the
-    queries, and all keys, or with ring attention 1/context of them in each turn.
+    With blocks of b columns and a window of W, query block i visits
+    min(i + 1, 1 + ⌈(W - 1) / b⌉) blocks of keys. On a context axis a device has
+    1/context of the queries and all keys, or with ring attention 1/context of the keys
+    in each turn.
 
     Returns:
-      Turns by the name of their loop. A packed row of several texts takes fewer.
+      {name of a loop: turns}. A packed row of several texts takes fewer.
     """
     from rlhf_jax.models.attention import blockwise, blockwise_passes
 
@@ -137,12 +139,12 @@ def block_visits(
 
 
 def cache_bytes(model: ModelConfig, *, rows: int, columns: int) -> int:
-    """2·B·K·d·Σ_l W_l numbers in `model.dtype`: keys and values of every layer.
+    """Bytes of keys and values, 2·B·K·d·Σ_l W_l numbers in `model.dtype`.
 
-    In int8 every d of them have a scale in float32. With `model.cache_pages` a layer
-    that sees all columns has those of the pages in place of B·W_l. W_l are those of
-    the columns, of prompt and response together, that layer l keeps. A DeltaNet layer
-    has its state instead, however many columns there are.
+    Layer l keeps W_l of the columns of prompt and response. In int8 every vector of d
+    numbers has a scale in float32. With `model.cache_pages` a layer that sees all
+    columns has those of the pages instead of B·W_l. A DeltaNet layer has its state
+    instead, of a fixed size.
     """
 
     def places(layer: int) -> int:
@@ -173,14 +175,15 @@ def activation_bytes(
 ) -> int:
     """Bytes that a device keeps between a forward pass and its backward pass, by hand.
 
-        Σ_l (input of a layer + what remat keeps) + one layer at work + the head's
+        Σ_l (input of a layer + what remat keeps) + one layer at work + the head
 
-    A layer keeps its input; with dots every projection too; with none all there is, of
-    attention without a flash kernel scores and probabilities [H, S, S] as well.
+    With remat full a layer keeps its input; with dots also every projection; with none
+    all activations, including scores and probabilities [H, S, S] of attention without
+    a flash kernel.
 
     Args:
-      model: with the remat and the engine of attention that it runs with.
-      rows: of a device, each of so many columns.
+      model: with the remat and the attention engine of the run.
+      rows: of a device, each of `columns` columns.
       tensor: devices that share heads and MLP width.
 
     Compiled for a v5e, 4 x 512 tokens of GPT-2 small in float32 take 3056, 892 and 316
@@ -190,19 +193,19 @@ def activation_bytes(
     width *= 2 if model.output_gate else 1
     mlp = (2 if model.gated_mlp else 1) * model.intermediate_size
     if model.experts is not None:
-        # Rows sorted by expert, and what an expert returns of each.
+        # Rows sorted by expert, and the outputs of the experts.
         mlp = model.experts.per_token * (mlp + 2 * model.hidden_size)
     tokens, size = rows * columns, jnp.dtype(model.dtype).itemsize
 
     def layer(width: int, inner: float) -> tuple[float, float]:
-        """What a layer of one kind keeps, and what it has at work."""
+        """Bytes that one layer keeps, and that it has at work."""
         shared = (width + mlp) / tensor
         projections = tokens * size * (shared + 2 * model.hidden_size)
         whole = (1 + BETWEEN) * projections + inner / tensor
         return {"none": whole, "dots": projections, "full": 0.0}[model.remat], whole
 
     inner = 0.0
-    if model.attention == "xla":  # of float32
+    if model.attention == "xla":  # scores and probabilities in float32
         inner = 2 * 4 * rows * columns**2 * model.num_heads
     kept, whole = layer(width + 2 * kv, inner)
     total = len(model.layers_of("attention")) * kept
@@ -216,7 +219,7 @@ def activation_bytes(
 
 
 def _delta_net_numbers(shape: DeltaNet, *, tokens: int) -> tuple[int, float]:
-    """What a token's projections hold, and bytes of float32 within chunks."""
+    """Numbers of a token's projections, and bytes of float32 within chunks."""
     from rlhf_jax.models import delta_net
 
     keys = shape.num_key_heads * shape.key_dim

@@ -1,1 +1,1 @@
-"""Runs on one page: curves, samples token by token, and who hacked its reward."""
+"""Runs on one page: curves, samples token by token, and verdicts on reward hacking."""

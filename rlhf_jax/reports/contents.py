@@ -1,4 +1,4 @@
-"""All that the page shows, as JSON, within a bound of its size."""
+"""The data of the page as JSON, within a limit on its size."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rlhf_jax.reports.reading import Run
 from rlhf_jax.runs.alarms import verdicts
 from rlhf_jax.runs.metrics import finite
 
-SIZE = 9_500_000  # bytes of JSON; the charts' library takes 4.8 million more
-CURVES = 6_000_000  # bytes that curves may take of it
-POINTS = (400, 200, 140, 100, 70, 50, 35, 25)  # of a curve, the most that fit
-FEWEST = 3000  # bytes of a run's samples, as long as all of them are below LEAST
-FLAGGED = ("hacked", "collapsed", "degraded")  # verdicts that a reader comes for
-LEAST = 2_000_000  # bytes that curves may always take, and samples
-NUMBER = 4  # bytes of a number of a curve, at least; most take 7
-MORE = 10  # times an even share: the most of samples that a run keeps
+SIZE = 9_500_000  # bytes of JSON; Plotly takes 4.8 million more
+CURVES = 6_000_000  # largest part of SIZE for curves
+POINTS = (400, 200, 140, 100, 70, 50, 35, 25)  # per curve; the most that fit are used
+FEWEST = 3000  # least bytes of a run's samples, while all together are below LEAST
+FLAGGED = ("hacked", "collapsed", "degraded")  # verdicts shown first
+LEAST = 2_000_000  # bytes always allowed for curves, and for samples
+NUMBER = 4  # least bytes of a number of a curve; most take 7
+MORE = 10  # a run reads samples of at most this many times its even share
 FIRST = (
     *(verdicts.SCORE, verdicts.JUDGE, KL, "objective/ref_nll"),
     *("response/length", "response/distinct_fraction", "objective/entropy"),
@@ -34,10 +34,10 @@ Json = Any
 
 
 class Contents(NamedTuple):
-    """The data of a page, and what was left out of it."""
+    """The data of a page."""
 
     data: dict[str, Json]
-    notes: list[str]
+    notes: list[str]  # on damaged or missing runs, and on what was left out
 
 
 def contents(
@@ -48,13 +48,13 @@ def contents(
     waiting: Sequence[str] = (),
     size: int = SIZE,
 ) -> Contents:
-    """The data of the page.
+    """Builds the data of the page.
 
     Args:
-      runs: of `reading.read_all`.
-      metrics: whose curves are open first; none are those of FIRST.
+      runs: the runs, from `reading.read_all`.
+      metrics: metrics whose curves are open first; empty takes those of FIRST.
       waiting: names of runs without a row yet.
-      size: bytes that the data may take as JSON. Where all is too much, curves have
+      size: largest number of bytes of the data as JSON. To stay below it, curves get
         fewer points, and then samples are left out; a note says so.
     """
     groups = grouping.grouped(runs)
@@ -69,7 +69,7 @@ def contents(
         of_run = samples.rows_of(run)
         record = _record(run, group=group_of[number], rows=of_run)
         records.append(record | {"sampled": len(of_run)})
-        # Of many runs none keeps more than is likely to be shown.
+        # Bounds memory: a run of many keeps few more samples than are shown.
         rows.append(samples.within(of_run, size=max(FEWEST, MORE * size // len(runs))))
     flagged = [n for n, one in enumerate(records) if one["verdict"]["kind"] in FLAGGED]
     left = max(size - document.written(records), LEAST)
@@ -121,7 +121,7 @@ def contents(
 
 
 def _unproved(runs: Sequence[Run]) -> list[str]:
-    """A note for each run whose files are damaged, and one of what is not proven."""
+    """A note for each damaged run, and one on runs whose files are not proven."""
     notes = [
         f"{run.name} IS DAMAGED, and its numbers are shown as they stand: "
         f"{'; '.join(run.faults[:5])}"
@@ -131,14 +131,14 @@ def _unproved(runs: Sequence[Run]) -> list[str]:
     doubtful = [run for run in runs if run.unproven and not run.faults]
     if doubtful:
         notes.append(
-            f"Not proven are files of {len(doubtful)} of {len(runs)} runs, as of "
-            f"{doubtful[0].name}: {'; '.join(doubtful[0].unproven[:3])}."
+            f"Files of {len(doubtful)} of {len(runs)} runs are not proven, for example "
+            f"of {doubtful[0].name}: {'; '.join(doubtful[0].unproven[:3])}."
         )
     return notes
 
 
 def _repeated(runs: Sequence[Run], groups: Groups) -> list[str]:
-    """A note for each config and seed that several folders have."""
+    """A note for each config and seed that occurs in several folders."""
     of_seed: dict[tuple[int, str], list[str]] = {}
     for number, group in enumerate(groups.groups):
         for member in group.runs:
@@ -156,8 +156,8 @@ def _check_metrics(metrics: Sequence[str], runs: Sequence[Run]) -> None:
     known = set().union(*(run.names for run in runs))
     if unknown := [metric for metric in metrics if metric not in known]:
         raise InputError(
-            f"--metrics: expected metrics of these runs, got {unknown[0]}, which none "
-            f"has; there are {', '.join(sorted(known))}"
+            f"--metrics: expected metrics of these runs, got {unknown[0]}, which no "
+            f"run has; choose among {', '.join(sorted(known))}"
         )
 
 
@@ -169,13 +169,13 @@ def _curves(
     metrics: Sequence[str],
     first: Sequence[int],
 ) -> tuple[dict[str, Json], int, int]:
-    """The curves with the most points that fit.
+    """The curves with the most points that fit in `limit` bytes.
 
     Args:
-      first: groups that have curves where not all can.
+      first: groups that get curves first if not all can have them.
 
     Returns:
-      The curves, how many points they have at most, and how many groups have none.
+      The curves, their largest number of points, and the number of groups without any.
     """
     of_groups, fine = tables(runs, groups.groups), (*FIRST, *metrics)
     count, size = len(groups.groups), 1
@@ -183,7 +183,7 @@ def _curves(
     before = None
     for points in POINTS:
         thin = min(points, longest), min(FINER * points, longest)
-        # As many numbers as are too many in any case are not even written.
+        # A lower bound on the size saves writing curves that cannot fit.
         size = NUMBER * sum(
             min(len(table.steps), thin[table.metric in fine])
             * (4 if len(table.values) > 1 else 1)
@@ -201,13 +201,12 @@ def _curves(
 
 
 def _some(count: int, *, most: int, first: Sequence[int]) -> set[int]:
-    """About `most` numbers of `count`: the first ones, then others evenly apart."""
+    """About `most` of `count` numbers: those in `first`, then evenly spaced others."""
     chosen = {*dict.fromkeys(first[:most])}
     return chosen.union(thinned(count, points=max(2, most - len(chosen))))
 
 
 def _first(metrics: Sequence[str], drawn: Mapping[str, Json]) -> list[str]:
-    """The metrics whose curves are open first."""
     known = drawn["metrics"]
     if metrics:
         return [name for name in metrics if name in known]
@@ -258,9 +257,9 @@ def _record(
 
 
 def _phases(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Mean seconds of each phase per step; of the first step, which compiles, none.
+    """Mean seconds of each phase per step, without the first step, which compiles.
 
-    What is in no phase is "other".
+    Time outside of all phases is "other".
     """
     rows = rows[1:] or rows
     if not rows:
@@ -271,7 +270,7 @@ def _phases(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         for name in names
     }
     waits = [row["waits"] for row in rows if "waits" in row]
-    if waits:  # the sampler's own is beside the step, not in it
+    if waits:  # the sampler waits in parallel to the step, not within it
         sums["waiting for rollouts"] = sum(
             finite(wait.get("trainer")) or 0.0 for wait in waits
         )
@@ -286,10 +285,11 @@ def _seconds(row: Mapping[str, Any]) -> float:
 def _shared_out(
     rows: Sequence[Sequence[dict[str, Json]]], *, size: int, first: Sequence[int]
 ) -> list[list[dict[str, Json]]]:
-    """The rows of each run that fit when all share the bytes evenly.
+    """The rows of each run that fit if all runs share `size` bytes evenly.
 
-    What runs with few rows leave is shared among the others. Of more runs than have
-    FEWEST bytes each, the `first` have rows, and others evenly apart.
+    Bytes that runs with few rows leave are shared among the others. If there is room
+    for fewer runs than FEWEST bytes each, those in `first` have rows, and others evenly
+    spaced.
     """
     few = _some(len(rows), most=size // FEWEST, first=first)
     rows = [of_run if n in few else [] for n, of_run in enumerate(rows)]

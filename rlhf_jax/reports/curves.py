@@ -1,4 +1,4 @@
-"""Curves of every metric: mean over the seeds of a group, with its bands."""
+"""Curves of every metric: means over the seeds of a group, with bands."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from rlhf_jax.sweeps import statistics
 
 KL = "objective/kl"
 FINER = 4
-DIGITS = 4  # significant, of a number on the page
+DIGITS = 4  # significant digits of a number on the page
 
 Json = Any
 
 
 class Table(NamedTuple):
-    """The values of a metric in the runs of a group, of the last stage that has it."""
+    """The values of a metric in the runs of a group, from the last stage with it."""
 
     group: int
     stage: str
     metric: str
     steps: list[int]  # K
-    values: np.ndarray  # f[n, K], of n seeds; NaN where a seed has no number
+    values: np.ndarray  # f[n, K] for n seeds; NaN where a seed has no number
 
 
 def tables(runs: Sequence[Run], groups: Sequence[Group]) -> list[Table]:
-    """The numbers of every metric in every group that has it."""
+    """Returns one table for each metric and group with values of it."""
     of_metrics = {
         (number, metric): Table(number, stage, metric, steps, values)
         for number, group in enumerate(groups)
@@ -49,16 +49,16 @@ def tables(runs: Sequence[Run], groups: Sequence[Group]) -> list[Table]:
 def curves(
     of_groups: Sequence[Table], *, points: int, fine: Collection[str] = ()
 ) -> dict[str, Json]:
-    """All curves: {"steps": lists, "metrics": {metric: {group: curve}}}.
+    """Returns all curves: {"steps": lists, "metrics": {metric: {group: curve}}}.
 
         curve   {"stage", "x": number of a list of steps, "n": seeds, "y": means}
                 with several seeds also "lo", "hi", the least and the greatest of them,
                 and "t", half of the 95% interval of the mean
 
     Args:
-      points: a curve with more steps is shown at as many, evenly spread, ends included.
-        Reward and KL also at the judge's, beside which they are drawn.
-      fine: metrics with FINER times the points.
+      points: largest number of points of a curve, evenly spread, with both ends. Reward
+        and KL have points at the judge's steps too, beside which they are drawn.
+      fine: metrics with FINER times as many points.
     """
     together = {
         (table.group, table.stage): {
@@ -67,7 +67,7 @@ def curves(
         for table in of_groups
         if table.metric == JUDGE
     }
-    number_of: dict[tuple[int, ...], int] = {}  # lists of steps, which metrics share
+    number_of: dict[tuple[int, ...], int] = {}  # {steps: number}, shared by metrics
     metrics: dict[str, dict[str, Json]] = {}
     for table in of_groups:
         times = FINER if table.metric in fine else 1
@@ -85,14 +85,14 @@ def curves(
 
 
 def thinned(count: int, *, points: int) -> list[int]:
-    """At most `points` places of `count`, evenly spread, both ends included."""
+    """Returns at most `points` indices below `count`, evenly spread, with both ends."""
     if count <= points:
         return list(range(count))
     return sorted({round(k * (count - 1) / (points - 1)) for k in range(points)})
 
 
 def compact(values: Any) -> list[float | None]:
-    """Numbers with as many digits as a page needs; None where there is none."""
+    """Returns numbers rounded to DIGITS; None for those that are not finite."""
     return [finite(float(f"{value:.{DIGITS}g}")) for value in values]
 
 
@@ -125,7 +125,7 @@ def _bands(values: np.ndarray) -> dict[str, Json]:
     if len(values) == 1:
         return {"y": compact(values[0])}
     with warnings.catch_warnings():
-        # Of steps without a value, and of values whose sum no float can hold.
+        # Steps without a value, and sums that overflow, would warn.
         warnings.simplefilter("ignore", RuntimeWarning)
         return {
             "y": compact(np.nanmean(values, axis=0)),

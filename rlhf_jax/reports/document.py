@@ -13,9 +13,8 @@ SCRIPTS = (
     *("state.js", "elements.js", "overview.js", "legend.js", "charts.js"),
     *("tokens.js", "samples.js", "tables.js", "timings.js", "page.js"),
 )
-# Nothing is fetched, whatever a text of a run says; a page that is served asks only the
-# server it came from.
-MARK = '<meta name="generator" content="rlhf-jax report">'  # of page.html
+MARK = '<meta name="generator" content="rlhf-jax report">'  # in page.html
+# The page fetches nothing, whatever texts it shows; a served one asks only its server.
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "img-src data: blob:; connect-src {connect}; base-uri 'none'; form-action 'none'"
@@ -23,9 +22,11 @@ POLICY = (
 
 
 def page(data: dict[str, Any], *, live: bool = False) -> str:
-    """One HTML document, of `contents.contents`, without other files and a network.
+    """Returns one HTML document that needs neither other files nor a network.
 
-    A live one asks its server for newer data.
+    Args:
+      data: the data, from `contents.contents`.
+      live: whether the page asks its server for newer data.
     """
     parts = {
         "POLICY": POLICY.format(connect="'self'" if live else "'none'"),
@@ -39,14 +40,14 @@ def page(data: dict[str, Any], *, live: bool = False) -> str:
     document = _file("page.html")
     head, *rest = document.split("{{")
     filled = [head]
-    for part in rest:  # one pass: what is filled in is not searched again
+    for part in rest:  # in one pass, so that inserted text is not searched for {{
         name, _, after = part.partition("}}")
         filled += [parts[name], after]
     return "".join(filled)
 
 
 def as_script(data: Any) -> str:
-    """JSON that stands in a script element: no text of it can end the element."""
+    """Returns JSON for a script element, which no text in it can end."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for mark in "<>&\u2028\u2029":
         text = text.replace(mark, f"\\u{ord(mark):04x}")
@@ -54,29 +55,29 @@ def as_script(data: Any) -> str:
 
 
 def is_page(path: Path) -> bool:
-    """Whether a file is a page that was written here."""
+    """Returns whether a file is a page written by `rlhf-jax report`."""
     with path.open("rb") as file:
         return MARK.encode() in file.read(2000)
 
 
 def written(data: Any) -> int:
-    """Bytes that some data take in the page."""
+    """Returns the number of bytes that data take in the page."""
     return len(as_script(data).encode())
 
 
 def escaped(text: str) -> str:
-    """Text between tags."""
+    """Returns text escaped for HTML."""
     text = _whole(text).replace("&", "&amp;")
     return text.replace("<", "&lt;").replace(">", "&gt;")
 
 
 def _whole(text: str) -> str:
-    """With "?" for lone surrogates, which JSON may hold and a file may not."""
+    """Replaces lone surrogates by "?": JSON may have them, UTF-8 files may not."""
     return text.encode(errors="replace").decode()
 
 
 def plotly() -> str:
-    """The source of plotly.js, from the Python package that bundles it."""
+    """Returns the source of plotly.js, from the Python package that bundles it."""
     entry_points.require_package("plotly", extra="report", needed_by="rlhf-jax report")
     source = resources.files("plotly").joinpath("package_data", "plotly.min.js")
     return source.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What a metric means and its unit, read from the glossary of runs/README.md."""
+"""The meaning and unit of each metric, read from the glossary in runs/README.md."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ RANGE = re.compile(r"`([^`]*_)(\d+)` to `_(\d+)`")
 class Entry(NamedTuple):
     """One metric of the glossary."""
 
-    unit: str  # "" where it has none
+    unit: str  # "" if it has none
     text: str
 
 
 def read() -> dict[str, Entry]:
-    """{metric: entry}; in a name such as `reward/NAME` NAME stands for any word."""
+    """Reads {metric: entry}; NAME in a name such as `reward/NAME` is any word."""
     readme = resources.files("rlhf_jax.runs").joinpath("README.md")
     _, _, section = readme.read_text(encoding="utf-8").partition("\n## Metrics\n")
     section = section.partition("\n## ")[0]
@@ -26,7 +26,7 @@ def read() -> dict[str, Entry]:
     for named, units, text in ROW.findall(section):
         names = re.findall(r"`([^`]+)`", RANGE.sub(_written_out, named))
         unit_of = [unit.strip() for unit in units.split(", ")]
-        if len(unit_of) != len(names):  # one for all of them
+        if len(unit_of) != len(names):  # all names share one unit
             unit_of = [units.strip()] * len(names)
         for name, unit in zip(names, unit_of, strict=True):
             entries[name] = Entry(unit, text.replace("`", ""))
@@ -34,15 +34,16 @@ def read() -> dict[str, Entry]:
 
 
 def entry_of(metric: str, *, entries: dict[str, Entry]) -> Entry:
-    """The entry of a metric, its own or that of its pattern; empty where none fits.
+    """Returns the entry of a metric or of its pattern; an empty one if none fits.
 
-    `reward/tests/failed`, of one reward of several, has the entry of `reward/failed`.
+    `reward/tests/failed`, a metric of the reward "tests", has the entry of
+    `reward/failed`.
     """
     of_any = "/".join((metric.partition("/")[0], metric.rpartition("/")[2]))
     for name in (metric, of_any):
         if name in entries:
             return entries[name]
-        # The longest says most: of reward/NAME and reward/member_NAME the second.
+        # Longer patterns are more specific: reward/member_NAME before reward/NAME.
         for pattern in sorted(entries, key=len, reverse=True):
             regex = re.escape(pattern).replace("NAME", r"[\w.-]+")
             if "NAME" in pattern and re.fullmatch(regex, name):
@@ -51,7 +52,7 @@ def entry_of(metric: str, *, entries: dict[str, Entry]) -> Entry:
 
 
 def _written_out(numbered: re.Match[str]) -> str:
-    """`stem_1` to `_3` as the names that this stands for."""
+    """Expands `stem_1` to `_3` into all of its names."""
     stem, first, last = numbered.groups()
     numbers = range(int(first), int(last) + 1)
     return ", ".join(f"`{stem}{number}`" for number in numbers)

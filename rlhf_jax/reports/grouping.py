@@ -1,4 +1,4 @@
-"""What differs between configs, and which runs are seeds of one another."""
+"""Groups runs whose configs differ only in the seed, and names the differences."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from rlhf_jax.runs.snapshots import resume
 from rlhf_jax.sweeps.declaration import short
 
 SEED = "seed"
-# What a run writes, where and how often: no difference of its results.
+# Options about where and how often a run writes, which do not change its results.
 RECORDING = run_config.MAY_DIFFER | (resume.MAY_CHANGE - {"num_steps"})
 LONGEST = 60  # characters of a group's name
 
 
 class Group(NamedTuple):
-    """Runs with one config but for the seed."""
+    """Runs whose configs differ only in the seed."""
 
     name: str
     runs: tuple[int, ...]  # numbers of runs, in order
-    values: tuple[str, ...]  # of the options that differ between groups
+    values: tuple[str, ...]  # values of the options that differ between groups
 
 
 class Groups(NamedTuple):
-    """All groups, and the options that tell them apart."""
+    """All groups, and the options in which they differ."""
 
     options: tuple[str, ...]
     groups: tuple[Group, ...]
 
 
 def grouped(runs: Sequence[Run]) -> Groups:
-    """The groups of runs, in order of their first run.
+    """Returns the groups of runs, in order of their first run.
 
-    Where a run is written, how often it saves and what it shows do not count.
+    Options about where a run is written, how often it saves and what it shows are not
+    compared.
     """
     configs = [settings(run) for run in runs]
     members: dict[str, list[int]] = {}
@@ -63,7 +64,7 @@ def grouped(runs: Sequence[Run]) -> Groups:
 
 
 def settings(run: Run) -> dict[str, Any]:
-    """{option: value} of all that may change a result; versions too."""
+    """Returns {option: value} of options and versions that may change a result."""
     chosen = {
         name: value
         for name, value in resume.flat(run.config).items()
@@ -75,13 +76,13 @@ def settings(run: Run) -> dict[str, Any]:
 
 
 def _with_groups(name: str) -> list[str]:
-    """An option, the groups that it is in, and its last part."""
+    """The name of an option, of each group that it is in, and its last part."""
     parts = name.split(".")
     return [".".join(parts[: k + 1]) for k in range(len(parts))] + parts[-1:]
 
 
 def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The options that have not the same value everywhere, in order of appearance."""
+    """Returns the options whose values differ, in order of appearance."""
     missing = object()
 
     def of(config: Mapping[str, Any], name: str) -> tuple[type, Any]:
@@ -97,12 +98,12 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def shown(value: Any) -> str:
-    """A value as a command line has it."""
+    """Returns a value as text of a command line."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def _name(options: Sequence[str], *, config: Mapping[str, Any]) -> str:
-    """As in "kl_coef=0.2, lam=0.95"; of an option its last part where that will do."""
+    """For example "kl_coef=0.2, lam=0.95", with short names where unambiguous."""
     name = ", ".join(
         f"{short(option, among=options)}={shown(config.get(option))}"
         for option in options
@@ -111,5 +112,5 @@ def _name(options: Sequence[str], *, config: Mapping[str, Any]) -> str:
 
 
 def _folder(run: Run) -> str:
-    """The folder's name, without a last part that tells only the seed."""
+    """The name of a run's folder, without a last part that only names the seed."""
     return without_seed(run.name.split("/"))

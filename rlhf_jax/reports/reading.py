@@ -25,26 +25,26 @@ READ = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a run has left on disk so far."""
+    """The files of a run, as far as they are written."""
 
     folder: Path
     config: dict[str, Any]
     versions: dict[str, Any]
     metrics: list[Row]
     summary: dict[str, Any] | None  # None while it runs
-    name: str  # shortest path that tells it from the others
+    name: str  # shortest path that distinguishes it from the other runs
     faults: list[str] = dataclasses.field(default_factory=list)  # of its files
-    unproven: list[str] = dataclasses.field(default_factory=list)  # of them
+    unproven: list[str] = dataclasses.field(default_factory=list)  # of its files
 
     @property
     def samples(self) -> Iterator[Row]:
-        """Rows of samples.jsonl, read anew one by one: those of all runs are many."""
+        """Yields the rows of samples.jsonl, read each time to save memory."""
         path = self.folder / "samples.jsonl"
         yield from (row for _, row in jsonl.lines(path)) if path.exists() else ()
 
     @property
     def timings(self) -> list[Row]:
-        """Rows of timings.jsonl, which are read anew each time."""
+        """Rows of timings.jsonl, read each time."""
         return [*metrics.read(self.folder / "timings.jsonl")]
 
     @functools.cached_property
@@ -54,7 +54,7 @@ class Run:
 
     @functools.cached_property
     def names(self) -> set[str]:
-        """The metrics it has a number of."""
+        """The metrics with a finite value in some row."""
         return {
             name
             for row in self.metrics
@@ -64,16 +64,16 @@ class Run:
 
     @functools.cached_property
     def rows(self) -> list[Row]:
-        """The metrics of the last stage."""
+        """The rows of metrics.jsonl of the last stage."""
         return [row for row in self.metrics if row["stage"] == self.stage]
 
     @property
     def alarms(self) -> list[dict[str, Any]]:
-        """The alarms of all stages, each time they began, as summary.json has them."""
+        """Every alarm of every stage, in the form of summary.json."""
         if self.summary is not None and isinstance(self.summary.get("alarms"), list):
             return self.summary["alarms"]
         raised, active = [], set()
-        for row in self.metrics:  # of a run under way
+        for row in self.metrics:  # the run is under way, and has no summary
             names = set(row.get("alarms", ()))
             at = {"stage": row["stage"], "step": row["step"]}
             raised += [
@@ -85,12 +85,12 @@ class Run:
 
 
 def folders(paths: Sequence[Path]) -> list[Path]:
-    """The run folders that are meant: a sweep's folder means all of its runs."""
+    """Returns the run folders at some paths; a sweep's folder stands for its runs."""
     run_folders: dict[Path, None] = {}
     for path in paths:
         try:
             runs, got = _runs_in(path)
-        except OSError as error:  # a path that the system does not take
+        except OSError as error:  # the system refuses the path
             runs, got = [], str(error.strerror)
         if not runs:
             raise InputError(
@@ -102,11 +102,11 @@ def folders(paths: Sequence[Path]) -> list[Path]:
 
 
 def _runs_in(path: Path) -> tuple[list[Path], str]:
-    """The run folders that a path means, or what there is in place of them."""
-    if (path / folder.CONFIG).is_file():  # a model's has this name too: `read` looks
+    """The run folders at a path, or a description of what is there instead."""
+    if (path / folder.CONFIG).is_file():  # perhaps a model's, which `read` refuses
         return [path], ""
     if (path / BEGUN).is_file():
-        configs = sorted(path.glob(f"runs/*/*/{folder.CONFIG}"))  # as it plans them
+        configs = sorted(path.glob(f"runs/*/*/{folder.CONFIG}"))  # see `sweeps.planned`
         return [config.parent for config in configs], "one without a run that has begun"
     if not path.is_dir():
         return [], "no folder"
@@ -115,10 +115,10 @@ def _runs_in(path: Path) -> tuple[list[Path], str]:
 
 
 def read_all(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
-    """Every run that has a row of metrics, of run folders and sweeps.
+    """Reads every run with at least one row of metrics, in run folders and sweeps.
 
     Returns:
-      The runs, and the names of those that have no row yet.
+      The runs, and the names of runs without a row yet.
     """
     places = folders(paths)
     names = short_names(places)
@@ -139,7 +139,7 @@ def read_all(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
 
 
 def read(place: Path, *, name: str) -> Run | None:
-    """A run; None where it has no row of metrics yet."""
+    """Reads a run; None if it has no row of metrics yet."""
     recorded = folder.recorded(place / folder.CONFIG)
     rows: list[Row] = [*metrics.read(place / "metrics.jsonl")]
     if not rows:
@@ -159,7 +159,7 @@ def read(place: Path, *, name: str) -> Run | None:
 
 
 def short_names(places: Sequence[Path]) -> list[str]:
-    """Paths without the folders that all of them are in."""
+    """Returns the paths without the folders that all of them share."""
     parts = [place.resolve().parts for place in places]
     shared = 0
     while all(len(path_parts) > shared + 1 for path_parts in parts) and (
@@ -170,14 +170,14 @@ def short_names(places: Sequence[Path]) -> list[str]:
 
 
 def without_seed(parts: Sequence[str]) -> str:
-    """The last part of a path, or the one above it where that tells only the seed."""
+    """Returns the last part of a path that does not only name the seed."""
     *above, last = parts
     of_seed = last.lower().removeprefix("seed").strip("_-=").isdigit()
     return above[-1] if of_seed and above else last
 
 
 def title(paths: Sequence[Path]) -> str:
-    """The question of the sweep that all runs are of; else names, without seeds."""
+    """Returns the question of the sweep of all runs; else their names without seeds."""
     places = [path.resolve() for path in paths]
     of_sweeps = {
         next((at for at in (place, *place.parents) if (at / BEGUN).is_file()), None)
@@ -190,12 +190,11 @@ def title(paths: Sequence[Path]) -> str:
     try:
         results = parsing.read_object(sweep / "results.json", expected="", advice="")
         return str(results["question"]) or sweep.name
-    except (InputError, KeyError):  # none yet
+    except (InputError, KeyError):  # no results yet
         return sweep.name
 
 
 def _check_alike(runs: Sequence[Run]) -> None:
-    """InputError where a run shares no metric with the first."""
     first = runs[0]
     for run in runs[1:]:
         if not run.names & first.names:

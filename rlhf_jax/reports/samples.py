@@ -1,4 +1,4 @@
-"""The rows of samples.jsonl that the page has."""
+"""Selects the rows of samples.jsonl that the page shows."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from rlhf_jax.runs.metrics import finite
 
 LONGEST = 1000  # tokens of a response that are shown
 READ = {"tokens", "logprobs", "ref_logprobs"}
-COMMON = 8  # tokens told of a run
+COMMON = 8  # tokens listed for a run
 
 Row = Mapping[str, Any]
 Json = Any
 
 
 def rows_of(run: Run) -> list[dict[str, Json]]:
-    """The rows that have a prompt and a response; GRPO's call them question and answer.
+    """Returns the rows with a prompt and a response, or a question and an answer.
 
-    A row has "stage", "step", "prompt", "response", "score" and, where recorded,
-    "judge", "reference" (its response to the same prompt), "tokens", "logprobs",
-    "ref_logprobs" and "alternatives". Of a long response the first LONGEST tokens.
-    "length" counts sampled tokens, and "read" those that the policy observed between
-    its turns, which "observed" tells apart. They have no log-probs, and no KL. A
-    log-prob that is no finite number, as a run that diverged writes, is None.
+    A row has "stage", "step", "prompt", "response", "score" and, if recorded, "judge",
+    "reference" (the reference's response to the prompt), "tokens", "logprobs",
+    "ref_logprobs" and "alternatives". Only the first LONGEST tokens of a response are
+    kept. "length" counts sampled tokens, and "read" the tokens that the policy observed
+    between its turns; "observed" marks those, which have no log-probs and no KL. A
+    log-prob that is not finite, as from a run that diverged, is None.
     """
     rows = []
     for row in run.samples:
@@ -65,7 +65,7 @@ def rows_of(run: Run) -> list[dict[str, Json]]:
             record["tokens"] = tokens[:LONGEST]
         record |= {name: values[:LONGEST] for name, values in numbers.items()}
         if parsing.misfit(row.get("alternatives"), [[[object]]]) is None:
-            record["alternatives"] = [  # [text, log π, log π_ref] of each place
+            record["alternatives"] = [  # lists of [text, log π, log π_ref], by place
                 [[one[0], *map(finite, one[1:])] for one in place if one]
                 for place in row["alternatives"][:LONGEST]
             ]
@@ -80,11 +80,11 @@ def rows_of(run: Run) -> list[dict[str, Json]]:
 
 
 def common_tokens(rows: Sequence[Row]) -> list[dict[str, Json]]:
-    """The tokens that most of the KL is on, in the newest quarter of the steps.
+    """Returns the tokens with the largest sums of KL in the last quarter of the steps.
 
     Returns:
-      {"text", "count", "kl": Σ k1 over the `count` times, nats} of the greatest sums,
-      over the places where both log-probs are numbers.
+      {"text", "count", "kl": Σ k1 over the `count` occurrences, nats}, over the places
+      where both log-probs are numbers.
     """
     rows = [row for row in rows if row.keys() >= READ]
     steps = sorted({row["step"] for row in rows})
@@ -107,10 +107,10 @@ def common_tokens(rows: Sequence[Row]) -> list[dict[str, Json]]:
 
 
 def within(rows: Sequence[dict[str, Json]], *, size: int) -> list[dict[str, Json]]:
-    """As many rows as fit `size` bytes of JSON, in their order.
+    """Returns rows that fit in `size` bytes of JSON, in their order.
 
-    First the most and the least by score, KL and length, then whole steps: the last,
-    the first, and others evenly between them.
+    Rows with the largest and smallest score, KL and length are chosen first, then whole
+    steps: the last, the first, and others evenly between them.
     """
     costs = [document.written(row) + 2 for row in rows]
     if sum(costs) <= size:
@@ -124,7 +124,7 @@ def within(rows: Sequence[dict[str, Json]], *, size: int) -> list[dict[str, Json
 
 
 def _in_order(rows: Sequence[Row]) -> list[int]:
-    """Numbers of rows, those that are wanted most first."""
+    """Numbers of rows, in the order in which they are chosen."""
     numbers = range(len(rows))
     extremes = []
     for name in ("kl", "score", "length"):
@@ -146,7 +146,7 @@ def _in_order(rows: Sequence[Row]) -> list[int]:
 
 
 def _kl(numbers: Mapping[str, Sequence[float | None]]) -> float | None:
-    """Σ_t log π - log π_ref of a response, nats; None where they are not recorded.
+    """Σ_t log π - log π_ref of a response, nats; None without recorded log-probs.
 
     Places where one of the two is None are left out.
     """

@@ -1,4 +1,4 @@
-"""The page of a run under way, served to this machine alone."""
+"""Serves the page of a run under way, to this machine only."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Version = tuple[Any, ...]
 
 
 class Source:
-    """The newest data of some runs, read again when a file has changed."""
+    """The newest data of the page, read again when a file has changed."""
 
     def __init__(
         self, paths: Sequence[Path], *, load: Callable[[], dict[str, Any]]
     ) -> None:
-        """Reads everything once.
+        """Loads the data for the first time.
 
         Args:
-          paths: of runs and sweeps.
-          load: the data of the page, of all that is there now.
+          paths: folders of runs and sweeps.
+          load: returns the data of the page from the files as they are now.
         """
         self._paths, self._load = paths, load
         self._lock = threading.Lock()
@@ -39,9 +39,9 @@ class Source:
         self._number = 0
 
     def latest(self) -> tuple[str, dict[str, Any]]:
-        """(a tag that changes with the data, the data).
+        """Returns a tag that changes with the data, and the data.
 
-        While a file cannot be read, as within a write, they are the last ones.
+        While a file cannot be read, as during a write, the previous data are returned.
         """
         with self._lock:
             now = self._version()
@@ -55,7 +55,7 @@ class Source:
             return f'"{self._number}"', self._data
 
     def _version(self) -> Version:
-        """Sizes and times of all files that the page is made of."""
+        """Times and sizes of all files from which the page is made."""
         try:
             places = reading.folders(self._paths)
         except InputError:
@@ -68,12 +68,12 @@ class Source:
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Serves two things, the page and its data, on 127.0.0.1."""
+    """Serves the page and its data on 127.0.0.1."""
 
     daemon_threads = True
 
     def __init__(self, source: Source, *, port: int) -> None:
-        """Takes the port; 0 is any that is free."""
+        """Binds the port; 0 chooses a free one."""
         self.source = source
         try:
             super().__init__((HOST, port), Handler)
@@ -85,13 +85,13 @@ class Server(http.server.ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """Where a browser finds it."""
+        """The address for a browser."""
         return f"http://{HOST}:{self.server_port}/"
 
 
 @contextlib.contextmanager
 def serving(source: Source, *, port: int) -> Iterator[Server]:
-    """Serves in a thread of its own, while the body runs."""
+    """Serves in a separate thread while the body runs."""
     with Server(source, port=port) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
@@ -103,14 +103,14 @@ def serving(source: Source, *, port: int) -> Iterator[Server]:
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers GET / and GET /data.json, and nothing else."""
+    """Answers GET / and GET /data.json only."""
 
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        """The page, or its data if they are newer than what the browser has."""
-        # Another site could name this address as its own: only ours is answered.
-        assert isinstance(self.server, Server)  # that made this handler
+        """Sends the page, or its data if they are newer than the browser's copy."""
+        # Against DNS rebinding: a name of another site may point to this address.
+        assert isinstance(self.server, Server)
         port = self.server.server_port
         if self.headers.get("Host") not in (f"{HOST}:{port}", f"localhost:{port}"):
             self._send(403, "text/plain", b"not this host\n")
@@ -140,4 +140,4 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing of each request."""
+        """Logs no requests."""

@@ -1,10 +1,10 @@
-"""The critic: the value of every state a response passes through.
+"""The critic: the value of every state that a response passes through.
 
-    {"trunk": a decoder's parameters (a head is not read),
+    {"trunk": a decoder's parameters (the head is not read),
      "score": {"kernel": [D], "bias": []}}
 
-A reward model has the same parameters and reads the last token alone (`rewards.py`), so
-either can start from the other.
+A reward model has the same parameters and reads only the last token
+(`rewards/model.py`), so either can start from the other.
 """
 
 from __future__ import annotations
@@ -27,18 +27,17 @@ Params = Any
 
 
 def from_policy(params: Params, *, model: ModelConfig) -> Params:
-    """A critic on a copy of the policy's trunk whose values start at 0 (OAI)."""
+    """A critic on a copy of the policy's trunk, with values that start at 0 (OAI)."""
     trunk = {name: params[name] for name in ("embed", "layers", "final_norm")}
-    # A copy: policy and critic are both donated to the update, and must share no
-    # buffer.
+    # A copy: the update donates both policy and critic, which must share no buffer.
     return {"trunk": storage.store(trunk), "score": decoder.zero_score(model=model)}
 
 
 def on_policy_trunk(*, model: ModelConfig) -> Params:
-    """A critic that is a head alone, on the policy's trunk; values start at 0 (OAI).
+    """A critic that is only a head on the policy's trunk; values start at 0 (OAI).
 
-    {"score": {"kernel": [D], "bias": []}}: the trunk is the policy's own, and the value
-    loss trains it too.
+    {"score": {"kernel": [D], "bias": []}}: the value loss also trains the policy's
+    trunk.
     """
     return {"score": decoder.zero_score(model=model)}
 
@@ -49,12 +48,12 @@ def from_reward_model(params: Params) -> Params:
 
 
 def from_base(key: Array, *, model: ModelConfig, lora: LoRA) -> Params:
-    """A critic of adapters over the policy's base, whose values start at 0.
+    """A critic of adapters over the policy's base, with values that start at 0.
 
     Args:
-      key: of the adapters' A, drawn at random; B is 0.
-      model: the shape of the base, which is an argument of its own when it runs.
-      lora: which matrices have adapters, and of which rank.
+      key: draws the adapters' A; B is 0.
+      model: the shape of the base.
+      lora: which matrices have adapters, and their rank.
 
     Returns:
       {"trunk": adapters f32, "score": {"kernel": f32[D], "bias": f32[]}}, for
@@ -83,13 +82,13 @@ def values(
         values    0    0  V(The) V(The cat) V(The cat sat)
 
     Args:
-      first_column: values of earlier columns are not wanted and are the bias alone; the
-        prompt's width gives those of the response.
+      first_column: values of earlier columns are not computed and are only the bias;
+        the prompt's width gives the response.
       packing: of these rows: the trunk runs on packed rows, and only states that the
-        packing reads have a value. None runs on the padded ones.
+        packing reads have a value. None runs on padded rows.
 
     Returns:
-      f32[B, S], reward units; 0 where no token stands just before.
+      f32[B, S], reward units; 0 in columns without a token just before them.
 
     Raises:
       InputError: first_column is below 1: column 0 has no state before it.
@@ -101,14 +100,14 @@ def values(
 
 
 def values_of_hidden(score: Params, hidden: Array, *, mask: Array) -> Array:
-    """`values` from hidden states that are at hand, for instance of a shared trunk.
+    """`values` from hidden states that are computed already, as by a shared trunk.
 
     Args:
-      hidden: floats[B, S, D], the trunk's.
+      hidden: floats[B, S, D], of the trunk.
     """
     # f32[B, S]: V of the state after each token.
     after = axes.per_token(functools.partial(decoder.scores, score), hidden)
-    # Column t has seen tokens[:, t]
+    # Column t of `after` has seen tokens[:, t].
     before, known = (
         jnp.pad(array[:, :-1], ((0, 0), (1, 0))) for array in (after, mask)
     )

@@ -1,4 +1,4 @@
-"""The policy's forward pass, and so the reference's: both are the same function.
+"""The forward pass of the policy and of the reference, which is the same function.
 
 policy.logprobs(state.policy, ...)              with gradient
 policy.logprobs(frozen.read(reference), ...)    without
@@ -24,7 +24,7 @@ Params = Any
 def logits(params: Params, *, model: ModelConfig, tokens: Array, mask: Array) -> Array:
     """Logits over the true vocabulary, for inspection and tests; -inf at unused ids.
 
-    Training never holds them: see `logprobs`.
+    Training never materialises them: see `logprobs`.
 
     Returns:
       f32[B, S, V]; entry t is about the token after tokens[:, t].
@@ -47,9 +47,9 @@ def logprobs(
 ) -> Array:
     """log π(tokens[t] | tokens[<t]), the first result of `logprobs_and_entropy`.
 
-    With a `packing` of these padded rows the model runs on packed ones; log-probs are
-    those of the responses, at their padded columns. `experts` i32[B, S, L, k] are
-    those that tokens of a mixture meet (`decoder.hidden_states`).
+    With a `packing` of these padded rows the model runs on packed rows; log-probs are
+    those of the responses, at their padded columns. `experts` i32[B, S, L, k] are the
+    experts of the tokens of a mixture (`decoder.hidden_states`).
     """
     checks.positive(first_column=first_column)
     if packing is not None:
@@ -92,8 +92,8 @@ def logprobs_and_entropy(
       first_column: columns before it are not computed and are 0; the prompt's
         width gives the response alone.
       segments: i32[B, S], texts packed into one row (`decoder.hidden_states`); None is
-        one text a row.
-      experts: i32[B, S, L, k], as `decoder.hidden_states` has them.
+        one text per row.
+      experts: i32[B, S, L, k], as in `decoder.hidden_states`.
 
     Returns:
       f32[B, S] each, nats; column t is about tokens[:, t]. 0 at padding and at the
@@ -132,15 +132,15 @@ def logprobs_from_hidden(
     first_column: int = 1,
     segments: Array | None = None,
 ) -> tuple[Array, Array]:
-    """`logprobs_and_entropy` from hidden states that are at hand.
+    """`logprobs_and_entropy` from hidden states that are computed already.
 
     Args:
       hidden: floats[B, S, D], `decoder.hidden_states` of the same params, tokens, mask
-        and segments, from column `first_column - 1` on at least.
+        and segments, at least from column `first_column - 1` on.
     """
     head = decoder.vocabulary_head(params, model=model)
     hidden = decoder.read_by_head(hidden, model=model)
-    # Its chunks hold tokens of every device that shares the vocabulary.
+    # A chunk has the tokens of every device that shares the vocabulary.
     shared = axes.vocabulary_devices(head.shape[0])
 
     def computed(hidden: Array, tokens: Array, *, first_column: int) -> Any:
@@ -157,11 +157,11 @@ def logprobs_from_hidden(
         )
 
     # With a context axis the columns of a row are on several devices, and the state
-    # before a column may be on the one before.
+    # before a column may be on another device.
     results = axes.per_prediction(
         computed, hidden, tokens=tokens, first_column=first_column
     )
-    # bool[B, S]: padding, and a row's first token, have no prediction.
+    # bool[B, S]: padding and a row's first token have no prediction.
     predicted = _predicted(mask)
     if segments is not None:
         before = jnp.pad(segments[:, :-1], ((0, 0), (1, 0)))
@@ -184,18 +184,18 @@ def logprobs_of(
 ) -> Array:
     """log π of k other tokens that could have been drawn, at every position.
 
-    log π(v) = log π(a) + (z_v - z_a)/τ, a the token that was drawn and z the logits:
-    the vocabulary is not read again. Rows of the head are gathered for some columns at
-    a time, and again in the backward pass.
+    log π(v) = log π(a) + (z_v - z_a)/τ, with a the token that was drawn and z the
+    logits: the vocabulary is not read again. Rows of the head are gathered for a few
+    columns at a time, and again in the backward pass.
 
     Args:
       others: i32[B, S, k].
-      hidden, tokens, first_column: as `logprobs_from_hidden` takes them, and `logprobs`
-        f32[B, S] as it returns them.
+      hidden, tokens, first_column: as in `logprobs_from_hidden`.
+      logprobs: f32[B, S], nats, of `tokens`, from `logprobs_from_hidden`.
 
     Returns:
       f32[B, S, k], nats; column t is about the distribution tokens[:, t] was drawn
-      from. 0 before `first_column`; at padding, and where nothing predicts, any number.
+      from. 0 before `first_column`; without meaning at padding and at first tokens.
     """
     head = decoder.vocabulary_head(params, model=model)
     states = decoder.read_by_head(hidden, model=model)[:, first_column - 1 : -1]
@@ -214,7 +214,7 @@ def logprobs_of(
             logits = model.logit_softcap * jnp.tanh(logits / model.logit_softcap)
         return (logits[:, 1:] - logits[:, :1]) / temperature
 
-    # Along columns: rows stay on the devices that they are on.
+    # Maps over columns, so that rows stay on their devices.
     size = ids.shape[0] * ids.shape[2] * head.shape[1]
     moved = jax.lax.map(
         distances,
@@ -241,19 +241,19 @@ def exact_kl(
     jsd_beta: float | None = None,
     tokens: Array | None = None,
 ) -> Any:
-    """KL over the vocabulary at every position, from hidden states that are at hand.
+    """KL over the vocabulary at every position, from hidden states computed already.
 
     Args:
       params, hidden: the policy's parameters and hidden states floats[B, S, D].
       ref_params, ref_hidden: the reference's, floats[B, S, D']; no gradient reaches
         them.
-      model, ref_model: the shapes of both; None is the policy's.
-      top_k: tokens of the policy to take one by one, the rest being one bucket, so that
-        the KL is a lower bound; None takes every token.
+      model, ref_model: the shapes of both; ref_model None is the policy's.
+      top_k: likeliest tokens of the policy to sum over one by one; the rest are one
+        bucket, so that the KL is a lower bound. None sums over every token.
       jsd_beta: share of the reference in the mixture of the generalised Jensen-Shannon
-        divergence, which then stands in place of the KL; None takes the KL.
-      tokens: i32[B, S] of the rows, for the part of the top k alone
-        (`kl.head_from_hidden`); None takes the KL.
+        divergence, which then replaces the KL; None computes the KL.
+      tokens: i32[B, S] of the rows; with top_k, computes only the part of the top k
+        (`kl.head_from_hidden`). None computes the KL.
 
     Returns:
       f32[B, S], nats; column t is about the distribution tokens[:, t] was drawn from.
@@ -262,7 +262,7 @@ def exact_kl(
     head = decoder.vocabulary_head(params, model=model)
     ref_model = model if ref_model is None else ref_model
     ref_head = decoder.vocabulary_head(ref_params, model=ref_model)
-    # Here too, not by the caller's care alone: a reference must not move by any path.
+    # Here too, whatever the caller does: no path may move a reference.
     ref_head = jax.lax.stop_gradient(ref_head)
     ref_hidden = jax.lax.stop_gradient(ref_hidden)
     hidden = decoder.read_by_head(hidden, model=model)
@@ -301,10 +301,10 @@ def exact_kl(
 
 
 def _max_logits(hidden: Array) -> int:
-    """As many on each device as on one: every chunk gathers a sharded head again."""
+    """Logits of a chunk, `MAX_LOGITS` per device: each chunk gathers a sharded head."""
     return MAX_LOGITS * axes.row_devices(hidden.shape[0])
 
 
 def _predicted(mask: Array) -> Array:
-    """bool[B, S]: tokens but a row's first, which nothing predicts."""
+    """bool[B, S]: tokens except a row's first, which nothing predicts."""
     return mask & jnp.pad(mask[:, :-1], ((0, 0), (1, 0)))

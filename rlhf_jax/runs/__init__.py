@@ -1,1 +1,1 @@
-"""A run folder: its record, its metrics, its command line."""
+"""Run folders: configs, metrics, snapshots, alarms and command lines."""

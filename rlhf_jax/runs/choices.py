@@ -1,14 +1,14 @@
-"""A choice that brings options of its own, as one option of a command line.
+"""Choices with options of their own, each one option of the command line.
 
     --kl-control adaptive,target=6,unit=response
     --lora 16,alpha=32
     --sampler http://localhost:8000,model=mine
 
-A choice is a union of small dataclasses, its kinds, so that an option that nothing
-reads cannot be written. The first word names the kind (`Adaptive` is adaptive), or is
-the first field where there is one kind alone, whose first field has a value, or of the
-kind whose `OPEN` is True. In a file it is {"kind": "adaptive", "target": 6.0, "unit":
-"response"}.
+A choice is a union of small dataclasses, its kinds, so an option that nothing reads
+cannot be written. The first word names the kind (`Adaptive` is adaptive). It is instead
+the value of the first field for the kind whose `OPEN` is True, and for a single kind
+whose first field is not None by default. In a file a choice is {"kind": "adaptive",
+"target": 6.0, "unit": "response"}.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from tyro.constructors import (
 from rlhf_jax.functional.checks import InputError
 
 TRUTH = {"true": True, "false": False}
-MESH_AXES = ("dcn", "data", "fsdp", "tensor", "context", "expert")  # within a value
+MESH_AXES = ("dcn", "data", "fsdp", "tensor", "context", "expert")  # keys in a value
 
 
 REGISTRY = ConstructorRegistry()
-"""How tyro reads them: `tyro.cli(..., registry=choices.REGISTRY)`."""
+"""Lets tyro read choices: `tyro.cli(..., registry=choices.REGISTRY)`."""
 
 
 @REGISTRY.primitive_rule
@@ -46,7 +46,7 @@ def _rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
 
 @functools.cache
 def spec(annotation: Any) -> PrimitiveConstructorSpec[Any] | None:
-    """What makes a choice one option; None of any other type.
+    """Returns the tyro spec that makes a choice one option; None for any other type.
 
     Args:
       annotation: a union of dataclasses, in which None is off, or a tuple[K, ...] of
@@ -77,25 +77,25 @@ def spec(annotation: Any) -> PrimitiveConstructorSpec[Any] | None:
 
 
 def spec_of(hint: Any) -> Any:
-    """What reads a field as one option; None of a plain type, or of a group."""
+    """Returns the spec that reads a field as one option; None for a type or group."""
     extras = getattr(hint, "__metadata__", ())
     own = (one for one in extras if hasattr(one, "str_from_instance"))
     return next(own, spec(bare(hint)))
 
 
 def bare(hint: Any) -> Any:
-    """A field's annotation without its extras."""
+    """Returns a field's annotation without `Annotated` metadata."""
     return hint.__origin__ if hasattr(hint, "__metadata__") else hint
 
 
 def is_unnamed(hint: Any) -> bool:
-    """Whether a group's name is left out of the names of its options."""
+    """Returns whether a group's options leave out its name."""
     extras = getattr(hint, "__metadata__", ())
     return any(getattr(one, "name", None) == "" for one in extras)
 
 
 def metavar(choice: Any) -> str:
-    """As "adam|adamw[,KEY=VALUE...]"; of one kind its first field."""
+    """Returns "adam|adamw[,KEY=VALUE...]"; for a single kind its first field's name."""
     kinds = kinds_of(choice)
     alone = _begins_with_a_value(kinds)
     names = [_first(*kinds.values()).upper()] if alone else list(kinds)
@@ -105,27 +105,27 @@ def metavar(choice: Any) -> str:
 
 @functools.cache
 def kinds_of(choice: Any) -> dict[str, Any]:
-    """The dataclasses of a union by their names on the command line."""
+    """Returns {name on the command line: dataclass} of a union."""
     members = typing.get_args(choice) if is_union(choice) else (choice,)
     return {name_of(one): one for one in members if dataclasses.is_dataclass(one)}
 
 
 def is_union(annotation: Any) -> bool:
-    """Whether it is A | B, or Optional[A]."""
+    """Returns whether an annotation is A | B or Optional[A]."""
     return typing.get_origin(annotation) in (typing.Union, types.UnionType)
 
 
 def name_of(kind: Any) -> str:
-    """The class as a word: TFAdam is tf_adam, and AdamW adamw."""
+    """Returns a class's name on the command line: TFAdam is tf_adam, AdamW is adamw."""
     return re.sub(r"(?<=.)(?=[A-Z][a-z])", "_", kind.__name__).lower()
 
 
 def parse(written: str, choice: Any) -> Any:
-    """The instance that a text stands for.
+    """Parses the text of a choice, such as "adaptive,target=6".
 
     Raises:
-      InputError: there is no such kind or key, a key is missing or twice, or a value
-        is not of its type; names what there is.
+      InputError: the kind or a key is unknown, a key is missing or repeated, or a value
+        is not of its type.
     """
     kinds = kinds_of(choice)
     optional = type(None) in typing.get_args(choice)
@@ -152,10 +152,11 @@ def parse(written: str, choice: Any) -> Any:
 
 
 def fields(words: Iterable[str], kind: Any, *, written: str) -> dict[str, str]:
-    """{field: text} of words KEY=VALUE.
+    """Returns {field: text} of words KEY=VALUE.
 
     Raises:
-      InputError: a word is none, its key no field of the dataclass, or there twice.
+      InputError: a word has another form, or its key is not a field of the dataclass
+        or is repeated.
     """
     names = [field.name for field in dataclasses.fields(kind)]
     values: dict[str, str] = {}
@@ -178,13 +179,13 @@ def fields(words: Iterable[str], kind: Any, *, written: str) -> dict[str, str]:
 def split(
     written: str, keys: Iterable[str], *, own: Sequence[str] | None = None
 ) -> list[str]:
-    """The words of a text between commas: a comma before a key begins a new one.
+    """Splits a text at each comma that precedes a key and an equals sign.
 
-    A value may hold commas of its own, as a mesh does: place=last:data=2,tensor=4. A
-    message names the `own` keys of the kind that is named, or else all.
+    Other commas belong to a value, such as a mesh: place=last:data=2,tensor=4. `own`
+    holds the keys of the chosen kind, which a message names; None names all.
 
     Raises:
-      InputError: what looks like a key is none.
+      InputError: a word before an equals sign is not a key.
     """
     known = sorted(keys)
     pattern = "|".join(re.escape(key).replace("_", "[_-]") for key in known)
@@ -201,7 +202,7 @@ def split(
 
 
 def missing(kind: Any, values: Mapping[str, Any]) -> list[str]:
-    """The fields of a dataclass that have no default and no value."""
+    """Returns the fields of a dataclass that have neither a default nor a value."""
     return [
         field.name
         for field in dataclasses.fields(kind)
@@ -212,7 +213,7 @@ def missing(kind: Any, values: Mapping[str, Any]) -> list[str]:
 
 
 def build(kind: Any, values: dict[str, str], *, written: str) -> Any:
-    """A dataclass of the texts of its fields.
+    """Makes a dataclass from the texts of its fields.
 
     Raises:
       InputError: a field is missing, or a value is not of its type or range.
@@ -262,7 +263,7 @@ def _value(written: str, annotation: Any) -> Any:
 
 
 def text(value: Any, choice: Any) -> str:
-    """What `parse` reads as an instance: fields with their defaults are left out."""
+    """Returns the text that `parse` reads as `value`, without default fields."""
     if value is None:
         return "None"
     alone = _begins_with_a_value(kinds_of(choice))
@@ -286,7 +287,7 @@ def _written(value: Any) -> str:
 
 
 def _begins_with_a_value(kinds: Mapping[str, Any]) -> bool:
-    """Whether there is one kind, whose name its first field stands for."""
+    """Whether the first word is a value: there is one kind, and no name is needed."""
     (kind, *others) = kinds.values()
     return not others and dataclasses.fields(kind)[0].default is not None
 

@@ -1,8 +1,8 @@
-"""How far the policy is from its reference: by module, by layer and by position.
+"""Tables and plots of the policy's distance from its reference.
 
 measured = jax.device_get(drift.weight_drift(params, reference))
 drift_report.table(measured)
-drift_report.plots(folder, measured)    from what the run recorded, too
+drift_report.plots(folder, measured)    also reads the run's positions.jsonl
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ Drift = Mapping[str, Any]  # as `drift.weight_drift` returns it, on the host
 
 
 def table(drift: Drift) -> None:
-    """Prints weight drift by module, those that moved farthest first, and overall.
+    """Prints the weight drift of each module, largest first, and of the whole model.
 
-    A module of L layers is one row: its sum over them, and the layer that moved most,
-    each as a share of what the reference holds there; of zeros there is no share.
+    A module of L layers is one row: its drift summed over the layers, and the layer
+    that moved most. Relative drift is a share of the reference's norm, and is left out
+    where that norm is 0.
     """
     rows = []
     for path, module in drift["modules"].items():
@@ -51,8 +52,8 @@ def plots(folder: Path, drift: Drift) -> list[Path]:
     """Draws plots/drift_by_layer.png and plots/kl_by_position.png.
 
     Returns:
-      The figures drawn: the second needs rows in folder/positions.jsonl. Of several
-      processes the first draws.
+      Paths of the figures drawn; the second needs rows in folder/positions.jsonl. Of
+      several processes only the first draws.
     """
     if not processes.is_first():
         return []
@@ -67,15 +68,15 @@ def plots(folder: Path, drift: Drift) -> list[Path]:
 
 
 def _by_layer(drift: Drift) -> Figure:
-    """A line a module over the layers; what stands outside of them in the margin."""
-    from matplotlib.figure import Figure  # as `plots` loads it
+    """One line per module over the layers; other parameters are named in the title."""
+    from matplotlib.figure import Figure  # loaded late, see `plots`
 
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     axis = figure.subplots()
     relative = {
         path: np.asarray(module["relative"])
         for path, module in drift["modules"].items()
-        if np.isfinite(module["relative"]).any()  # of zeros there is no share
+        if np.isfinite(module["relative"]).any()  # NaN where the reference is 0
     }
     layers = {path: values for path, values in relative.items() if values.ndim}
     for number, (path, values) in enumerate(layers.items()):
@@ -102,7 +103,7 @@ def _by_layer(drift: Drift) -> Figure:
 
 
 def _by_position(rows: list[dict[str, Any]]) -> Figure:
-    """k1 and k3 at the first, the middle and the last step that was recorded."""
+    """k1 and k3 by position at the first, the middle and the last recorded step."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 6.5), layout="constrained")

@@ -1,7 +1,7 @@
-"""A run folder: what a run was asked for, with which versions, and what came out.
+"""A run folder: the config of a run, the versions it ran with, and its results.
 
 config.json     the config and the versions it ran with
-data.json       what was read of its data, see `receipt`
+data.json       the receipt of the data that it read, see `receipt`
 metrics.jsonl, timings.jsonl, samples.jsonl, positions.jsonl    see `metrics`
 summary.json    the figures at the end
 snapshots/      see `snapshots.snapshots`
@@ -43,17 +43,16 @@ PACKAGES = (
 
 
 def check_run(config: RunConfig) -> None:
-    """Checks that `open_run` can use the folder, touching nothing.
+    """Checks that `open_run` can use the folder, without writing anything.
 
     Raises:
       InputError: an option is a path that is not UTF-8; the run does not have the
-        steps of `profile`; `out` is no folder that
-        can be read; it holds something and `resume` is off; or `resume` is on and the
-        folder is not a run's, has a file that cannot be written, or its recorded
-        config differs from this one.
+        steps of `profile`; `out` is not a readable folder; it is not empty and
+        `resume` is off; or `resume` is on and the folder is not that of a run, has a
+        file that cannot be written, or its recorded config differs from this one.
     """
     fields = to_json(config)
-    if (why := parsing.fault(fields)) is not None:  # nothing could read it again
+    if (why := parsing.fault(fields)) is not None:  # the file could not be read again
         raise InputError(
             f"expected options that config.json can hold, got one {why}; give it in "
             f"UTF-8, and paths with such names"
@@ -65,7 +64,7 @@ def check_run(config: RunConfig) -> None:
     try:
         if "\0" in str(out):
             why = "a name with NUL"
-        elif "[" in str(out.absolute()):  # Orbax takes its own path for a pattern
+        elif "[" in str(out.absolute()):  # Orbax reads its path as a glob pattern
             why = "a name with [, in which no snapshot would be restored"
         elif out.exists() and not out.is_dir():
             why = "a file"
@@ -76,7 +75,7 @@ def check_run(config: RunConfig) -> None:
     if why:
         raise InputError(
             f"--out {mirror.written(out)!r:.200}: expected a folder, absent or one "
-            f"that can be read, got: {why}; give another --out, or see to that one"
+            f"that can be read, got: {why}; give another --out, or repair that one"
         )
     if not names and not config.resume_from:
         return
@@ -87,10 +86,10 @@ def check_run(config: RunConfig) -> None:
 
 
 def _changes(config: RunConfig) -> list[tuple[resume.Recorded, list[str]]]:
-    """What a resume changes, of the config of each stage or else that of config.json.
+    """The fields that a resume changes, for the config of each stage or config.json.
 
     Raises:
-      InputError: fields differ that a resume may not change; lists them.
+      InputError: fields differ that a resume may not change; the message lists them.
     """
     path = config.out / CONFIG
     whole = resume.Recorded(str(path), read_config(path))
@@ -103,17 +102,17 @@ def _changes(config: RunConfig) -> list[tuple[resume.Recorded, list[str]]]:
 
 
 def open_run(config: RunConfig) -> Path:
-    """Makes the folder with its config.json, or checks the one that is there.
+    """Makes the run folder with its config.json, or checks the existing one.
 
-    A folder that a resumed run never got to fill starts over. Versions that differ
-    from the recorded ones are told on stderr and accepted, and so are the fields that a
-    resume may change; config.json then says what the run goes on with.
+    A resumed run whose folder is still empty starts from the beginning. Differences
+    from the recorded versions, and in fields that a resume may change, are accepted
+    with a warning on stderr; config.json then records the new fields.
 
-    Of several processes the first does so, and the others wait for it.
+    Of several processes the first does this, and the others wait for it.
 
     Raises:
-      InputError: the folder holds something and this is no resume of it, its recorded
-        config differs, or it cannot be made.
+      InputError: the folder is not empty and the run is not resumed, its recorded
+        config differs, or the folder cannot be made.
     """
     processes.on_first(lambda: _open(config))
     return config.out
@@ -146,7 +145,7 @@ def _open(config: RunConfig) -> None:
 
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
-    """Writes summary.json, whole or not at all; NaN and infinity raise ValueError.
+    """Writes summary.json in one step; NaN and infinity raise ValueError.
 
     It is the last file of a run, and ends with the sums of all others (`proof`).
     """
@@ -155,10 +154,10 @@ def write_summary(folder: Path, summary: dict[str, Any]) -> None:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """What summary.json holds, without its proof.
+    """Returns the contents of summary.json without its proof.
 
     Raises:
-      InputError: it is missing, or is not what a run writes.
+      InputError: the file is missing, or is not the summary of a run.
     """
     summary = parsing.read_object(
         folder / "summary.json",
@@ -170,7 +169,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """What a result may depend on besides its config."""
+    """Returns the versions and devices on which a result may depend."""
     device = jax.devices()[0]
     return {
         "python": platform.python_version(),
@@ -184,7 +183,7 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def _source() -> str:
-    """The version; of a checkout also its commit, and whether files differ from it."""
+    """The version; for a checkout also its commit, and whether files were changed."""
     package = Path(rlhf_jax.__file__).parent
     if not (package.parent / ".git").exists():
         return rlhf_jax.__version__
@@ -200,28 +199,28 @@ def _source() -> str:
     try:
         commit = git("rev-parse", "--short=12", "HEAD")
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".")
-    except (OSError, subprocess.CalledProcessError):  # without git, or a commit
+    except (OSError, subprocess.CalledProcessError):  # no git, or no commit yet
         return rlhf_jax.__version__
     return f"{rlhf_jax.__version__} ({commit}{', changed' if changed else ''})"
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The config recorded in a config.json, as JSON values; raises as `recorded`."""
+    """Returns the config in a config.json, as JSON values; raises as `recorded`."""
     return recorded(path)["config"]
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Writes strict JSON, whole or not at all; NaN and infinity raise ValueError."""
+    """Writes strict JSON in one step; NaN and infinity raise ValueError."""
     write_text(path, sums.written(value))
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces a file in one step: a crash leaves the old one or the new one.
+    """Replaces a file in one step: a crash leaves the old or the new file, whole.
 
-    Of several processes the first writes.
+    Of several processes only the first writes.
 
     Raises:
-      WriteError: it cannot be written; the old one stays.
+      WriteError: the file cannot be written; the old one stays.
     """
     if not processes.is_first():
         return
@@ -240,7 +239,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _contents(folder: Path) -> list[str]:
-    """What a folder holds, apart from what a killed process left: its lock, a *.tmp."""
+    """Names in a folder, without the lock and *.tmp files that a kill may leave."""
     if not folder.exists():
         return []
     return sorted(
@@ -251,7 +250,7 @@ def _contents(folder: Path) -> list[str]:
 
 
 def _check_writable(folder: Path) -> None:
-    """InputError if a resumed run could not go on with what the folder holds."""
+    """Raises InputError if this user cannot write files that a resume must write."""
     snapshots = folder / "snapshots"
     for path in (*folder.glob("*.jsonl"), snapshots, *snapshots.glob("*")):
         if path.exists() and not os.access(path, os.W_OK):
@@ -263,7 +262,7 @@ def _check_writable(folder: Path) -> None:
 
 
 def recorded(path: Path) -> dict[str, dict[str, Any]]:
-    """What a config.json records: "config", as JSON values, and "versions".
+    """Returns the contents of a config.json: "config", as JSON values, and "versions".
 
     Raises:
       InputError: the file is missing or is not a run's config.json.

@@ -1,15 +1,15 @@
-"""A run folder for one process at a time, by a lock that dies with its process.
+"""A lock that admits one process at a time to a run folder, and ends with the process.
 
-    with run_lock.hold(folder):     makes the folder where it is missing
+    with lock.hold(folder):     makes the folder if it is missing
         ...
 
-It is a POSIX record lock on folder/run.lock. The system gives it back when the process
-ends in whatever way, kill -9 included, so that a resume right after it is let in. NFS
-passes such locks on to the other machines. The file says who holds it, and goes with
-the lock; one that a killed process left behind means nothing.
+The lock is a POSIX record lock on folder/run.lock. The system releases it however the
+process ends, kill -9 included, so the run can be resumed at once. NFS extends such
+locks to other machines. The file names the holder and is removed with the lock; a file
+that a killed process left behind has no effect.
 
-Within a process the lock may be taken again. Of the processes of one run the first
-takes it. `rlhf-jax verify` reads only, and takes none.
+A process may take the lock several times. Of the processes of one run the first takes
+it. `rlhf-jax verify` only reads, and takes no lock.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import parsing, write_errors
 
 NAME = "run.lock"
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-# By folder, with how often it is held: any other opened descriptor of the file would
-# give the lock back when it is closed.
+# {folder: (descriptor, how often the lock is held)}: POSIX would release the lock as
+# soon as any other descriptor of the file were closed.
 _locks: dict[Path, tuple[int, int]] = {}
 
 
 @contextlib.contextmanager
 def hold(folder: Path) -> Iterator[None]:
-    """Holds the lock of a folder, which is made, and removed if nothing came into it.
+    """Holds the lock of a folder; makes the folder, and removes it if it stays empty.
 
     Raises:
-      InputError: another process holds it; says which. The folder cannot be made or
-        written to. The system has no POSIX locks.
+      InputError: another process holds the lock, which the message names; the folder
+        cannot be made or written to; or the system has no POSIX locks.
     """
     made = _make(folder)
     try:
@@ -52,12 +53,12 @@ def hold(folder: Path) -> Iterator[None]:
             give_back(folder)
     finally:
         for path in made:
-            with contextlib.suppress(OSError):  # something is in it
+            with contextlib.suppress(OSError):  # not empty
                 path.rmdir()
 
 
 def take(folder: Path) -> None:
-    """Takes the lock of a folder that is there, until `give_back` or the process ends.
+    """Takes the lock of an existing folder until `give_back` or the process's end.
 
     Raises:
       InputError: another process holds it, or the folder cannot be written to.
@@ -74,7 +75,7 @@ def take(folder: Path) -> None:
 
 
 def give_back(folder: Path) -> None:
-    """Undoes one `take`; the last one gives the lock back, and removes its file."""
+    """Undoes one `take`; the last call releases the lock and removes its file."""
     folder = folder.resolve()
     descriptor, count = _locks.pop(folder)
     if count > 1:
@@ -86,7 +87,7 @@ def give_back(folder: Path) -> None:
 
 
 def _make(folder: Path) -> list[Path]:
-    """The folders that were missing, innermost first."""
+    """Makes a folder; returns the folders that were missing, innermost first."""
     try:
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
@@ -96,7 +97,7 @@ def _make(folder: Path) -> list[Path]:
 
 
 def _locked(folder: Path) -> int:
-    """A descriptor of the folder's file, locked."""
+    """Opens and locks the folder's lock file, and returns its descriptor."""
     _check_system(folder)
     path = folder / NAME
     while True:
@@ -109,7 +110,7 @@ def _locked(folder: Path) -> int:
                 _sign(descriptor, folder)
                 return descriptor
         except FileNotFoundError:
-            pass  # its holder was just giving it back
+            pass  # the holder removed the file meanwhile
         except BaseException:
             os.close(descriptor)
             raise
@@ -141,19 +142,17 @@ def _lock(descriptor: int, path: Path) -> None:
             raise
         print(
             f"warning: the file system of {path.parent} has no locks "
-            f"({error.strerror}), so nothing would stop a second process from writing "
-            f"to this run; see to it that there is none",
+            f"({error.strerror}), so nothing keeps a second process from writing "
+            f"to this run; make sure that there is none",
             file=sys.stderr,
         )
 
 
 def _sign(descriptor: int, folder: Path) -> None:
-    """Writes who holds the lock; also the proof that the folder can be written to."""
-    now = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-    owner = {"process": os.getpid(), "host": socket.gethostname(), "since": now}
+    """Writes the holder into the file, which also proves that it is writable."""
     try:
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(owner).encode() + b"\n", 0)
+        os.pwrite(descriptor, json.dumps(owner()).encode() + b"\n", 0)
         os.fsync(descriptor)
     except OSError:
         with contextlib.suppress(OSError):
@@ -161,11 +160,17 @@ def _sign(descriptor: int, folder: Path) -> None:
         raise
 
 
+def owner() -> dict[str, Any]:
+    """Returns the fields of run.lock: this process, its host, and the present time."""
+    now = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+    return {"process": os.getpid(), "host": socket.gethostname(), "since": now}
+
+
 def _holder(descriptor: int) -> str:
     with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
         source = parsing.Source(NAME, "the process that holds it")
-        owner = parsing.of_json(os.pread(descriptor, 1000, 0), source)
-        return f"process {owner['process']} on {owner['host']}, since {owner['since']}"
+        holder = parsing.of_json(os.pread(descriptor, 1000, 0), source)
+        return "process {process} on {host}, since {since}".format(**holder)
     return "another process"
 
 
@@ -173,5 +178,5 @@ def _unwritable(folder: Path, why: OSError | ValueError) -> InputError:
     reason = write_errors.reason(why) if isinstance(why, OSError) else str(why)
     return InputError(
         f"--out {folder}: expected a folder that can be made and written to, got: "
-        f"{reason}; give another --out, or see to that one"
+        f"{reason}; give another --out, or repair that one"
     )

@@ -1,4 +1,4 @@
-"""Where else the rows of metrics.jsonl go: TensorBoard, Weights & Biases, Trackio."""
+"""Loggers that copy the rows of metrics.jsonl: TensorBoard, W&B and Trackio."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ PROJECT = "rlhf_jax"
 
 
 def check(config: RunConfig) -> None:
-    """Checks that the packages that a run wants can be imported, before it begins.
+    """Checks that the packages of a run's loggers can be imported.
 
     Raises:
-      InputError: one cannot.
+      InputError: a package cannot be imported.
     """
     for extra, package in config.loggers.items():
         try:
             importlib.import_module(package)
-        except Exception as error:  # they do as they like when they are imported
+        except Exception as error:  # importing them may raise anything
             message = " ".join(str(error).split()) or type(error).__name__
             raise InputError(
                 f"--{extra}: expected the package {package} to be imported, got: "
@@ -38,7 +38,7 @@ def check(config: RunConfig) -> None:
 
 
 def chosen(config: RunConfig) -> list[Sink]:
-    """The loggers that a run asks for."""
+    """Opens the loggers that a config asks for."""
     made: list[Sink] = []
     if config.tensorboard:
         made.append(TensorBoard(config.out))
@@ -50,7 +50,7 @@ def chosen(config: RunConfig) -> list[Sink]:
 
 
 class TensorBoard(Sink):
-    """Events in folder/tensorboard, by stage and step (extra `tensorboard`).
+    """Writes events to folder/tensorboard, by stage and step (extra `tensorboard`).
 
     A resumed run writes the steps after its snapshot again, with the same values.
     """
@@ -75,9 +75,10 @@ class TensorBoard(Sink):
 
 
 class Wandb(Sink):
-    """A W&B run named for the folder, each stage on its own step axis (extra `wandb`).
+    """A W&B run named after the folder (extra `wandb`).
 
-    The run's id stands in folder/wandb.txt, so that a resume goes on with it.
+    Each stage has its own step axis. The run's id is kept in folder/wandb.txt, so that
+    a resume continues that run.
     """
 
     def __init__(self, folder: Path, *, config: dict[str, Any]) -> None:
@@ -111,18 +112,18 @@ class Wandb(Sink):
 
 
 class Trackio(Sink):
-    """A Trackio run named for the folder, on this machine (extra `trackio`).
+    """A Trackio run named after the folder, on this machine (extra `trackio`).
 
-    It stands in the project rlhf_jax where Trackio keeps its runs, TRACKIO_DIR or else
-    in the cache of Hugging Face. Its name is in folder/trackio.txt, so that a resume
-    goes on with it; that writes the steps after its snapshot again, with the same
-    values. NaN and infinities are kept as such.
+    Trackio keeps the project rlhf_jax in TRACKIO_DIR, by default in Hugging Face's
+    cache. The run's name is kept in folder/trackio.txt, so that a resume continues that
+    run; it writes the steps after its snapshot again, with the same values. NaN and
+    infinities are kept as such.
     """
 
     def __init__(self, folder: Path, *, config: dict[str, Any]) -> None:
         import trackio  # pyright: ignore[reportMissingImports]
 
-        # Trackio goes on with runs by their names: two folders are not one run.
+        # Trackio identifies runs by name, and folders of one name are different runs.
         name = f"{folder.absolute().name}-{uuid.uuid4().hex[:8]}"
         self._run = trackio.init(
             project=PROJECT,
@@ -153,7 +154,7 @@ def _measured(stage: str, row: Row) -> dict[str, float]:
 
 
 def _kept(path: Path, text: str) -> str:
-    """What a file holds, which is written with this text where it is missing."""
+    """Returns the contents of a file, which is first written if it is missing."""
     if not path.exists():
         write_text(path, text)
     return path.read_text()

@@ -1,4 +1,4 @@
-"""What a run measures: one row per step, on disk before the snapshot of that step."""
+"""The metrics of a run: one row per step, on disk before the snapshot of that step."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ Row = dict[str, float | None]
 
 
 class Sink(Protocol):
-    """Somewhere else for the rows of metrics.jsonl: a terminal, TensorBoard, W&B."""
+    """A destination of metrics other than their file: a terminal, TensorBoard, W&B."""
 
     def begin(self, stage: str, step: int) -> None:
-        """Called where a stage starts or goes on at `step`; does nothing by default."""
+        """Called when a stage starts or resumes at `step`; does nothing by default."""
 
     def write(
         self, stage: str, step: int, row: Row, active: Sequence[Alarm] = ()
     ) -> None:
-        """A step's values, None where not measured, and the alarms that are active."""
+        """Takes a step's values, None where not measured, and the active alarms."""
 
     def close(self) -> None:
-        """The run ends, well or not."""
+        """Called when the run ends, by an error too."""
 
 
 class Recorder(contextlib.AbstractContextManager[Any]):
@@ -49,13 +49,13 @@ class Recorder(contextlib.AbstractContextManager[Any]):
 
         metrics.jsonl   {"stage": "ppo", "step": 3, "objective/kl": 1.25, ...}
         timings.jsonl   {"stage": "ppo", "step": 3, "seconds": 2.1, "phases": {...}}
-        samples.jsonl   {"stage": "ppo", "step": 3, ...}, any number of rows a step
+        samples.jsonl   {"stage": "ppo", "step": 3, ...}, any number of rows per step
         positions.jsonl {"stage": "ppo", "step": 3, "k1": [0.1, 0.0, ...], ...}
 
-    A row of metrics.jsonl that an alarm is active at names it: "alarms": ["kl"]. A row
-    of timings.jsonl has the programs that its step compiled: "compiled": {"learn": 1}.
+    A row of metrics.jsonl names the active alarms: "alarms": ["kl"]. A row of
+    timings.jsonl counts the programs compiled by its step: "compiled": {"learn": 1}.
 
-    Step N is the one that snapshot N + 1 is the first to contain:
+    Snapshot N + 1 is the first to contain step N:
 
         with metrics.Recorder(folder) as record:
             record.begin("ppo", step=start)
@@ -67,9 +67,9 @@ class Recorder(contextlib.AbstractContextManager[Any]):
                     record.flush()
                     snapshots.save(step + 1, ...)
 
-    Because rows reach the disk before their snapshot, and `begin` drops those that came
-    after it, a run that was killed and resumed leaves the files of one that was not.
-    Only timings.jsonl has a clock in it. Of several processes the first writes, and
+    Rows reach the disk before their snapshot, and `begin` drops later ones, so a run
+    that was killed and resumed leaves the same files as one that was not. Only
+    timings.jsonl contains clock times. Of several processes the first writes, and
     decides on alarms.
     """
 
@@ -85,14 +85,14 @@ class Recorder(contextlib.AbstractContextManager[Any]):
         """Opens the files.
 
         Args:
-          check: decides on alarms; None on none.
-          stops: whether the run stops where an alarm of a name begins; None never does.
-          accept_lost_rows: whether `begin` warns of lost rows, or refuses them.
+          check: decides on alarms; None raises none.
+          stops: alarm name -> whether the run stops when it begins; None never stops.
+          accept_lost_rows: whether `begin` warns of lost rows instead of refusing them.
         """
         first = processes.is_first()
         self._check, self._stops = check if first else None, stops
         self._watch: alarms.Watch | None = None
-        self.alarms: dict[str, list[Alarm]] = {}  # of each stage, when they began
+        self.alarms: dict[str, list[Alarm]] = {}  # by stage, as each began
         names = FILES if first else ()
         self._paths = {name: folder / f"{name}.jsonl" for name in names}
         self._files: dict[str, BinaryIO] = {}
@@ -102,8 +102,8 @@ class Recorder(contextlib.AbstractContextManager[Any]):
         self._stage = ""
         self._begun: list[str] = []  # stages, in order
         self._pending: tuple[int, Stats, Stats] | None = None
-        self.rows: dict[str, int] = {}  # of this stage, by file
-        self._sums: dict[str, sums.Rolling] = {}  # of the same
+        self.rows: dict[str, int] = {}  # number of this stage's rows, by file
+        self._sums: dict[str, sums.Rolling] = {}  # of this stage's rows, by file
         self._accept_lost_rows = accept_lost_rows
         self.latest: Row = {}  # the newest row on disk, of the step before the pending
         self._restart(time.perf_counter())
@@ -115,7 +115,7 @@ class Recorder(contextlib.AbstractContextManager[Any]):
 
     @property
     def sums(self) -> dict[str, Sum]:
-        """{file: sum} of the rows of this stage, for its snapshot."""
+        """{file: sum} of this stage's rows, for its snapshot."""
         return {f"{name}.jsonl": of.now() for name, of in self._sums.items()}
 
     def begin(
@@ -126,24 +126,24 @@ class Recorder(contextlib.AbstractContextManager[Any]):
         rows: Mapping[str, int] | None = None,
         sums_of_rows: Mapping[str, Sum] | None = None,
     ) -> None:
-        """Starts a stage at `step`, the number of the snapshot that it goes on from.
+        """Starts a stage at `step`, the number of the snapshot that it resumes from.
 
-        Drops the rows that this stage wrote at `step` and later, and a last line that
-        was cut off. The rows of other stages stay, so a stage that was already
-        complete may begin at its end again. `rows` and `sums_of_rows` are `self.rows`
-        and `self.sums` of when the snapshot was saved; None does not compare.
+        Drops the rows that this stage wrote at `step` and later, and a truncated last
+        line. The rows of other stages stay, so a complete stage may begin again at its
+        end. `rows` and `sums_of_rows` are `self.rows` and `self.sums` as the snapshot
+        recorded them; None skips the comparison.
 
         Raises:
-          InputError: a line of a file is not a row; names file and line. The rows of
-            before `step` are not those that the snapshot was saved with.
+          InputError: a line is not a row (the message names file and line), or the
+            rows before `step` are not those that the snapshot was saved with.
         """
         self.flush()
         places = {name: jsonl.places(path) for name, path in self._paths.items()}
         steps_of_file = {
             name: [
-                line.step for line in there if line.stage == stage and line.step < step
+                line.step for line in lines if line.stage == stage and line.step < step
             ]
-            for name, there in places.items()
+            for name, lines in places.items()
         }
         if rows is not None:
             self._check_rows(stage, step, steps_of_file, rows, sums_of_rows or {})
@@ -170,8 +170,8 @@ class Recorder(contextlib.AbstractContextManager[Any]):
     def phase(self, name: str) -> Iterator[None]:
         """Adds the seconds spent inside to this step's timings.
 
-        Devices work behind Python: the seconds of a computation fall to the phase that
-        first waits for its result. The sum over a step is right.
+        JAX dispatches asynchronously, so the seconds of a computation are counted in
+        the phase that first waits for its result. Their sum over a step is exact.
         """
         start = time.perf_counter()
         try:
@@ -182,7 +182,7 @@ class Recorder(contextlib.AbstractContextManager[Any]):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves the seconds spent inside out of this step's timings."""
+        """Excludes the seconds spent inside from this step's timings."""
         start = time.perf_counter()
         try:
             yield
@@ -197,16 +197,16 @@ class Recorder(contextlib.AbstractContextManager[Any]):
         positions: Stats | None = None,
         waits: Mapping[str, float] | None = None,
     ) -> None:
-        """Takes a step's statistics, and writes the rows of the step before.
+        """Takes a step's statistics, and writes the rows of the previous step.
 
-        One step late the values have long reached the host, so the devices never
-        wait. A value is sum / weight, or the maximum where weight is None; null is
-        weight 0, and "NaN", "Infinity" and "-Infinity" are strings, since JSON has
-        no such numbers (`float` reads them).
+        Values are written one step late, when they have reached the host, so that the
+        devices never wait. A value is sum / weight, or the maximum if weight is None.
+        Weight 0 is written as null, and numbers that JSON lacks as the strings "NaN",
+        "Infinity" and "-Infinity", which `float` reads.
 
         Args:
           stats: {name: (sum, weight)}, scalars; for metrics.jsonl.
-          positions: the same of vectors, a number for each position in the response;
+          positions: {name: (sums, weights)}, vectors over positions in the response;
             for positions.jsonl.
           waits: seconds that each side of a queue waited for the other; for
             timings.jsonl.
@@ -228,17 +228,19 @@ class Recorder(contextlib.AbstractContextManager[Any]):
         """Appends rows of Python values: texts, token ids, scores.
 
         Raises:
-          ValueError: a row has a stage or step of its own, by which a resume would cut.
+          ValueError: a row has a key "stage" or "step", which the recorder sets.
         """
         for row in rows:
             self._append("samples", step, row)
 
     def flush(self) -> None:
-        """Puts every row on the disk, the pending one included. Call before saving.
+        """Writes every row to the disk, the pending one included. Call before saving.
+
+        `write` and `close` raise the same errors.
 
         Raises:
-          WriteError: a file cannot be written; so do `write` and `close`.
-          StopError: an alarm stops the run, after its row was written; as these do.
+          WriteError: a file cannot be written.
+          StopError: an alarm stops the run; its row is written first.
         """
         self._write_pending()
         for name, file in self._files.items():
@@ -246,7 +248,7 @@ class Recorder(contextlib.AbstractContextManager[Any]):
                 os.fsync(file.fileno())
 
     def close(self) -> None:
-        """Flushes, and closes the files and the sinks, all of them."""
+        """Flushes the rows, and closes all files and sinks even if that fails."""
         with contextlib.ExitStack() as stack:
             for sink in reversed(self._sinks):
                 stack.callback(sink.close)
@@ -263,7 +265,7 @@ class Recorder(contextlib.AbstractContextManager[Any]):
         rows: Mapping[str, int],
         sums_of_rows: Mapping[str, Sum],
     ) -> None:
-        """InputError, or a warning, where a file is not as the snapshot left it."""
+        """Refuses, or warns of, files whose rows are not those of the snapshot."""
         for name, steps in steps_of_file.items():
             same = len(steps) == rows.get(name)
             if same and (of := sums_of_rows.get(f"{name}.jsonl")) is not None:
@@ -284,12 +286,11 @@ class Recorder(contextlib.AbstractContextManager[Any]):
             if not self._accept_lost_rows:
                 raise InputError(
                     f"{message}; put the file back as it was, or go on without them "
-                    f"with --accept-lost-rows, which changes nothing in what is trained"
+                    f"with --accept-lost-rows, which does not affect training"
                 )
             print(f"warning: {message}; the run goes on without them", file=sys.stderr)
 
     def _restart(self, now: float) -> None:
-        """Begins the timings of the next step."""
         self._phases: dict[str, float] = {}
         self._since = now
         self._compiled_before = program_cache.compiled_so_far()
@@ -341,17 +342,17 @@ class Recorder(contextlib.AbstractContextManager[Any]):
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSONL file, without a last line that was cut off; none of no file.
+    """Returns the rows of a JSONL file, without a truncated last line; [] if missing.
 
     Raises:
-      InputError: a line is not a row with a stage and a step; names file and line.
+      InputError: a line is not a row with a stage and a step; the message names it.
     """
     return [row for _, row in jsonl.lines(path)] if path.exists() else []
 
 
 def finite(value: Any) -> float | None:
-    """A number of a row, or None: "NaN" and "Infinity" are strings in those files."""
-    if type(value) is float:  # nearly all are
+    """Returns a row's value if it is a finite number, else None."""
+    if type(value) is float:  # the usual case, tested first
         return value if math.isfinite(value) else None
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None

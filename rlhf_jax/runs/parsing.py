@@ -1,7 +1,7 @@
-"""What users and other programs wrote, as values: JSON, TOML, YAML and expressions.
+"""Reads JSON, TOML, YAML and expressions that users and other programs wrote.
 
-Every reader of the package comes here, so that one set of limits holds for all of them
-and each refusal names its place. A text of any form raises InputError or is read.
+Every reader of the package uses this module, so one set of limits holds for all and
+each error names its place. Any text is either read or refused with an InputError.
 
 | limit | of |
 |---|---|
@@ -10,11 +10,11 @@ and each refusal names its place. A text of any form raises InputError or is rea
 | MAX_DIGITS | of an integer, so that float64 holds every one |
 | MAX_EXPRESSION | characters of an expression |
 
-Refused everywhere are bytes that are not UTF-8 and a key that stands twice in an
-object. Refused as well, unless a file is `foreign`, are numbers that are not finite and
-half a surrogate pair. Foreign are rows of data and of metrics, and the config of a
-checkpoint: what other programs write there has such values in fields that nobody here
-reads, and who reads a field checks its value. A byte order mark is no part of a text.
+Bytes that are not UTF-8 and repeated keys of an object are refused everywhere. Numbers
+that are not finite and lone surrogates are refused unless a file is `foreign`: a row of
+data or metrics, or the config of a checkpoint. Other programs write such values in
+fields that this package does not read, and the reader of a field checks its value. A
+byte order mark is skipped.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ MAX_SIZE = 2**26
 MAX_DEPTH = 100
 MAX_DIGITS = 300
 MAX_EXPRESSION = 2000
-_MOST_VALUES = 10**6  # that aliases of YAML, or Python code, may expand to
-_SHOWN = 40  # characters of what was got
+_MOST_VALUES = 10**6  # to which aliases of YAML, or Python code, may expand
+_SHOWN = 40  # characters of a refused value in a message
 _DEEPER = "nested deeper than {} objects or lists"
 
 
 class Source(NamedTuple):
-    """Where a text stands, and what a refusal of it says."""
+    """The place of a text, and the words of the error that refuses it."""
 
     where: str  # a file, a file and its line, or an option
     expected: str
     advice: str = ""
 
     def refusal(self, got: str) -> InputError:
-        """The error for what is there instead."""
+        """Returns the error that says what was found instead."""
         advice = f"; {self.advice}" if self.advice else ""
         return InputError(f"{self.where}: expected {self.expected}, got {got}{advice}")
 
@@ -63,13 +63,13 @@ def read_object(
     shape: Shape = dict,
     foreign: bool = False,
 ) -> dict[str, Any]:
-    """The fields of a file of TOML or YAML by its name, or else of JSON.
+    """Reads the object in a file, TOML or YAML by its suffix and JSON otherwise.
 
     Args:
-      shape: of the fields, as `misfit` takes it.
+      shape: the expected shape of the object, see `misfit`.
 
     Raises:
-      InputError: it cannot be read, is of another form, or holds no such object.
+      InputError: the file cannot be read or parsed, or holds no object of the shape.
     """
     source = Source(f"{path!s:.200}".replace("\0", "\\0"), expected, advice)
     text = read_text(path, expected=expected, advice=advice)
@@ -81,10 +81,10 @@ def read_object(
 
 
 def read_text(path: Path, *, expected: str, advice: str) -> str:
-    """The text of a file.
+    """Reads the text of a file.
 
     Raises:
-      InputError: it cannot be read, is too large, or is not UTF-8.
+      InputError: the file cannot be read, is too large, or is not UTF-8.
     """
     source = Source(f"{path!s:.200}".replace("\0", "\\0"), expected, advice)
     try:
@@ -99,9 +99,9 @@ def read_text(path: Path, *, expected: str, advice: str) -> str:
 
 
 def decoded(data: bytes, source: Source) -> str:
-    """UTF-8 as text, in which a line feed ends each line; else InputError."""
+    """Decodes UTF-8, with line feeds as line ends; raises InputError on other bytes."""
     try:
-        # Without the byte order mark that some editors begin a file with.
+        # Skips the byte order mark that some editors write.
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         byte = f"byte 0x{data[error.start]:02x} at offset {error.start}"
@@ -117,10 +117,10 @@ def of_json(
     size: int | None = MAX_SIZE,
     foreign: bool = False,
 ) -> Any:
-    """The value of a text of JSON, as of a line of JSON Lines; else InputError.
+    """Parses a JSON text, such as a line of JSON Lines; raises InputError.
 
     Args:
-      size: most characters; None is any number.
+      size: largest number of characters; None sets no limit.
     """
     if isinstance(text, bytes):
         text = decoded(text, source)
@@ -130,7 +130,7 @@ def of_json(
 
 
 def expression(text: str, source: Source) -> ast.expr:
-    """A Python expression, of which nothing is evaluated; else InputError."""
+    """Parses a Python expression without evaluating it; raises InputError."""
     read = _expression(text)
     if isinstance(read, str):
         raise source.refusal(read)
@@ -138,16 +138,16 @@ def expression(text: str, source: Source) -> ast.expr:
 
 
 def _expression(text: str) -> ast.expr | str:
-    """The expression, or why it is none."""
+    """The parsed expression, or the reason why it is refused."""
     if len(text) > MAX_EXPRESSION:
         return f"{len(text)} characters, more than {MAX_EXPRESSION}"
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the compiler, as of "1is 2"
+            warnings.simplefilter("ignore")  # the compiler's, such as about "1is 2"
             tree = ast.parse(text, mode="eval").body
     except SyntaxError as error:
         return str(error.msg).partition(";")[0]
-    # The compiler has a limit of its own; ValueError is a NUL.
+    # The compiler has its own limit on depth; a NUL raises ValueError.
     except (ValueError, RecursionError, MemoryError) as error:
         return str(error) or "more operations than Python reads"
     level: list[ast.AST] = [tree]
@@ -168,13 +168,13 @@ def fault(
     most: int = _MOST_VALUES,
     foreign: bool = False,
 ) -> str | None:
-    """What no value may have that is read from a text, or from a user's Python file.
+    """Finds what is not allowed in a value from a text or a user's Python file.
 
     Args:
-      most: values that it may consist of.
+      most: largest number of values in it.
 
     Returns:
-      What is wrong, as "with ..."; None of a value in order. Walked without recursion.
+      The fault, as "with ..."; None for a valid value. The search does not recurse.
     """
     level, count = [value], 1
     for _ in range(depth + 1):
@@ -189,7 +189,8 @@ def fault(
         if count > most:
             return f"with aliases that expand to more than {most} values"
         keys = (key for of in inner if isinstance(of, dict) for key in of)
-        if not foreign and (why := _of_keys(keys)) is not None:  # foreign is JSON
+        # Keys of a foreign value come from JSON, and are texts.
+        if not foreign and (why := _of_keys(keys)) is not None:
             return why
         level = [
             leaf
@@ -200,11 +201,12 @@ def fault(
 
 
 def misfit(value: Any, shape: Shape, *, at: str = "") -> str | None:
-    """What of a value is not of a shape, as "alarms[0].name = int 3"; else None.
+    """Returns the first misfit of a value, as "alarms[0].name = int 3", or None.
 
     Args:
-      shape: the type of a value; [shape] of the entries of a list; or {name: shape} of
-        fields of an object, which may have others, and need not have "name?".
+      shape: a type; [shape] for a list whose entries have that shape; or {name: shape}
+        for an object with these fields, which may have others. A field named "name?"
+        is optional.
     """
     kind: Any = {dict: dict, list: list}.get(type(shape), shape)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -228,7 +230,7 @@ def misfit(value: Any, shape: Shape, *, at: str = "") -> str | None:
 
 def _of_leaf(value: Any) -> str | None:
     if isinstance(value, float) and not math.isfinite(value):
-        return f"with {value}, which is no finite number"
+        return f"with {value}, which is not a finite number"
     if isinstance(value, int) and not -(10**MAX_DIGITS) < value < 10**MAX_DIGITS:
         return f"with a number of more than {MAX_DIGITS} digits"
     if isinstance(value, str) and not value.isascii():
@@ -242,14 +244,14 @@ def _of_leaf(value: Any) -> str | None:
 def _of_keys(keys: Iterable[Any]) -> str | None:
     for key in keys:
         if not isinstance(key, str):
-            return f"with the key {key!r:.{_SHOWN}}, which is no text"
+            return f"with the key {key!r:.{_SHOWN}}, which is not a string"
         if (why := _of_leaf(key)) is not None:
             return f"with a key {why}"
     return None
 
 
 class _TwiceError(ValueError):
-    """A key stands twice in an object."""
+    """A key is repeated in an object."""
 
 
 def _value(
@@ -263,8 +265,8 @@ def _value(
     try:
         value = load(text)
         if foreign and load is _json and text.count("{") + text.count("[") <= depth:
-            return value  # it is JSON, whose values none of the others is wrong with
-        # Of JSON and TOML a value has a character at least.
+            return value  # depth is the only limit on foreign JSON
+        # Each value of JSON and TOML has at least one character of the text.
         most = max(len(text), _MOST_VALUES)
         why = fault(value, depth=depth, most=most, foreign=foreign)
         if why is None:
@@ -278,11 +280,11 @@ def _value(
         mark = error.problem_mark
         at = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
         why = f"({error.problem}{at})"
-    # PyYAML fails in many ways at a wrong value of a tag, as of `!!int x`. What Python
-    # says of too many digits ends with advice for code.
+    # PyYAML raises many types for a wrong value of a tag, such as `!!int x`. Python's
+    # message about too many digits ends with advice for programmers, which is cut.
     except Exception as error:
-        said = " ".join(str(error).partition(";")[0].split())
-        why = f"({said or type(error).__name__})"
+        message = " ".join(str(error).partition(";")[0].split())
+        why = f"({message or type(error).__name__})"
     comma = "" if why.startswith("(") else ","
     raise source.refusal(f"{text[:_SHOWN]!r}{comma} {why}")
 
@@ -296,23 +298,23 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-_json = json.JSONDecoder(object_pairs_hook=_once).decode  # `loads` would make it anew
+_json = json.JSONDecoder(object_pairs_hook=_once).decode  # `loads` makes one per call
 
 
 def _twice(keys: Iterable[Hashable]) -> Hashable:
-    seen = set[Hashable]()
+    earlier = set[Hashable]()
     for key in keys:
-        if key in seen:
+        if key in earlier:
             return key
-        seen.add(key)
+        earlier.add(key)
     return None
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's, which would take the last of two equal keys."""
+    """PyYAML's safe loader, which also refuses repeated keys."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
-        """A mapping, before `<<` merges others into it."""
+        """Checks the keys of a mapping before `<<` merges others into it."""
         node = super().compose_mapping_node(anchor)
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if len(set(keys)) < len(keys):

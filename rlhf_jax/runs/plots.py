@@ -1,6 +1,6 @@
 """Plots of a run: its metrics over the steps, one figure per topic.
 
-Matplotlib is loaded when the first one is drawn: a run starts half a second sooner.
+Matplotlib is imported with the first figure, so a run starts half a second sooner.
 """
 
 from __future__ import annotations
@@ -85,17 +85,17 @@ PLOTS: dict[str, dict[str, dict[str, str]]] = {
 
 
 def draw(folder: Path) -> list[Path]:
-    """Draws what folder/metrics.jsonl holds, as folder/plots/*.png.
+    """Draws the metrics in folder/metrics.jsonl as folder/plots/*.png.
 
-    A line per stage and metric; with many steps their running mean, over the single
-    steps in a lighter colour. Steps that were not measured are gaps.
+    Each stage and metric has one line. A long run shows the running mean, over the
+    single steps in a lighter colour. Steps that were not measured are gaps.
 
     Returns:
-      The figures drawn: those of `PLOTS` with a metric that some row holds. Of several
-      processes the first draws.
+      Paths of the figures drawn: those of `PLOTS` with a metric in some row. Of several
+      processes only the first draws.
 
     Raises:
-      WriteError: they cannot be written.
+      WriteError: the figures cannot be written.
     """
     if not processes.is_first():
         return []
@@ -136,14 +136,14 @@ def _figure(rows: list[dict[str, Any]], panels: dict[str, dict[str, str]]) -> Fi
 
 
 def style(axis: Axes, label: str) -> None:
-    """The label of the y axis, a faint grid, and no frame above and to the right."""
+    """Labels the y axis, draws a faint grid, and hides the frame above and right."""
     axis.set_ylabel(label)
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
 
 
 def name_steps(axis: Axes, label: str) -> None:
-    """The label of the x axis, whose ticks are whole numbers."""
+    """Labels the x axis, and sets its ticks at integers."""
     from matplotlib.ticker import MaxNLocator
 
     axis.set_xlabel(label)

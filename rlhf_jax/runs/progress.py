@@ -1,7 +1,7 @@
-"""Progress of what takes long before a run begins: reading and encoding its rows.
+"""Progress of long work before a run begins, such as reading and encoding its rows.
 
-A terminal shows a bar on stderr once the work has taken a second, and elsewhere there
-is a line every ten seconds; work that is done before is not mentioned.
+A terminal shows a bar on stderr once the work has taken a second. Other outputs get a
+line every ten seconds. Shorter work shows nothing.
 
     train.jsonl: rows as tokens ━━━━━━━━━━━━ 122880/200000 0:00:07
 """
@@ -21,14 +21,14 @@ Item = TypeVar("Item")
 
 SECONDS_BEFORE_A_BAR = 1.0
 SECONDS_BETWEEN_LINES = 10.0
-BATCH = 4096  # rows at once, for what takes many; bounds the memory it needs
+BATCH = 4096  # rows processed at once, which bounds the memory needed
 
 _hidden: contextvars.ContextVar[bool] = contextvars.ContextVar("hidden", default=False)
 
 
 @contextlib.contextmanager
 def hidden(hide: bool = True) -> Iterator[None]:
-    """Within it nothing is shown (--no-progress)."""
+    """Shows no progress inside (--no-progress)."""
     before = _hidden.set(hide)
     try:
         yield
@@ -44,13 +44,13 @@ def track(
     amount: Callable[[Item], int] | None = None,
     console: Console | None = None,
 ) -> Iterator[Item]:
-    """The items, with progress as they are consumed.
+    """Yields the items, and shows progress as they are consumed.
 
     Args:
-      what: is done with them, for a person.
-      total: of all amounts.
-      amount: of an item; None is 1.
-      console: where it is shown; None is stderr.
+      what: description of the work, such as "train.jsonl: rows as tokens".
+      total: sum of the amounts of all items.
+      amount: item -> its amount of work; None counts 1.
+      console: where progress is shown; None is stderr.
     """
     if _hidden.get():
         yield from items
@@ -84,7 +84,7 @@ def batches(
     size: int = BATCH,
     console: Console | None = None,
 ) -> Iterator[Sequence[Item]]:
-    """Slices of at most `size` items, with the progress of `track`; none of none."""
+    """Yields slices of at most `size` items, and shows progress as `track` does."""
     slices = (items[start : start + size] for start in range(0, len(items), size))
     return track(slices, what, total=len(items), amount=len, console=console)
 

@@ -1,4 +1,4 @@
-"""The receipt of a run's data: what was read and is learned, printed and kept."""
+"""The receipt of a run's data: what was read and is trained on, printed and kept."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ MARKS = {"\t": "⇥", "\n": "⏎\n"}
 
 
 def write(run: Path, data: Mapping[str, Any]) -> None:
-    """Writes data.json, unless a run that goes on has it already.
+    """Writes data.json; the file of a resumed run is kept.
 
-    That run's stays as it began. A line on stderr names the sources that are now read
-    otherwise.
+    A warning on stderr names the sources that are now read differently.
     """
     path = run / NAME
     if not processes.is_first():
@@ -38,7 +37,7 @@ def write(run: Path, data: Mapping[str, Any]) -> None:
         folder.write_json(path, dict(data))
         return
     began: dict[str, Any] = {}
-    with contextlib.suppress(InputError):  # not what a run writes
+    with contextlib.suppress(InputError):  # not a receipt
         began = parsing.read_object(path, expected="", advice="", shape=SHAPE)
     now = json.loads(json.dumps(data))
     if began == now:
@@ -50,14 +49,14 @@ def write(run: Path, data: Mapping[str, Any]) -> None:
         if before.get(source["name"]) != source
     ]
     print(
-        f"warning: {path} says how this run began, and {', '.join(names) or 'its data'}"
-        f" is read otherwise now",
+        f"warning: {path} records how this run began, and "
+        f"{', '.join(names) or 'its data'} is now read differently",
         file=sys.stderr,
     )
 
 
 def tell(data: Mapping[str, Any]) -> None:
-    """Prints what `Receipts.to_json` holds."""
+    """Prints a receipt, the result of `Receipts.to_json`."""
     console = Console()
     uses = {
         f"{source['name']}, {use}": of
@@ -86,7 +85,7 @@ def tell(data: Mapping[str, Any]) -> None:
 
 
 def visible(text: str) -> str:
-    """Line breaks and tabs with a mark, and what does not print by its number."""
+    """Marks line breaks and tabs, and shows unprintable characters as \\xHH."""
     return "".join(
         MARKS.get(c, c if c.isprintable() else f"\\x{ord(c):02x}") for c in text
     )
@@ -100,7 +99,6 @@ def _lengths(of: Mapping[str, Any], name: str) -> str | None:
 
 
 def _lines(source: Mapping[str, Any]) -> list[str]:
-    """What a source is told of beside the table, a line each."""
     called, fields = source["called"], source["fields"]
     lines = [
         f"{source['name']} {source['source']}: {source['read']:,} {called} read, "
@@ -130,7 +128,7 @@ def _first(of: Mapping[str, Any]) -> str:
 
 
 def _tell_example(text: Mapping[str, Any], *, source: str, console: Console) -> None:
-    """An example in colour; what is learned is in ⟪ ⟫ where there are no colours."""
+    """Prints an example; trained text is coloured, or in ⟪ ⟫ without colours."""
     pieces: Sequence[Mapping[str, Any]] = text["pieces"]
     coloured = console.is_terminal and not console.no_color
     shown = Text(f"A row of {source}, {text['title']}; ")

@@ -1,4 +1,4 @@
-"""What a person reads of a run: progress, tables and plots."""
+"""What a run prints: progress, tables, and the placement of its models."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ SHOWN = (
 )
 
 
-# A name of a KL, and how far it may be off for rounding: log-probs are float32.
+# Names of KL metrics, and the rounding error of a KL, since log-probs are float32.
 KL = re.compile(r"(?<![a-z])kl(?!_coef|[a-z])", re.IGNORECASE)
 KL_ROUNDING = 1e-6  # nats
-# Ends of paths to what has a row for each id of the vocabulary.
+# Path suffixes of parameters that have one row per id of the vocabulary.
 VOCABULARY_TABLES = ("['embed']['tokens']", "['head']['kernel']")
 
 
 class Progress:
     """A sink of `metrics.Recorder`: one bar per stage, the time left, and main metrics.
 
-    Where the output is not a terminal: a line every few seconds, and one at the end of
-    each stage. An alarm is a line of its own when it begins, and a name while active.
+    An output that is not a terminal gets a line every few seconds, and one at the end
+    of each stage. An alarm is printed in full when it begins, and named while active.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Progress:
         seconds_between_lines: float = 10.0,
         console: Console | None = None,
     ) -> None:
-        """Takes each stage's number of steps, and the metrics to show of its rows."""
+        """Takes {stage: number of steps}, and the names of the metrics to show."""
         self._num_steps = num_steps
         self._shown = shown
         self._between = seconds_between_lines
@@ -84,7 +84,7 @@ class Progress:
     def write(
         self, stage: str, step: int, row: Row, active: Sequence[Alarm] = ()
     ) -> None:
-        """Prints the alarms that have just begun, and the step's values on the bar."""
+        """Prints alarms that begin at this step, and shows its values on the bar."""
         for alarm in alarms.begun(active, step=step):
             line = f"ALARM {stage} step {step}: {alarm.name}: {alarm.message}"
             self._console.print(Text(line, style="bold red"), soft_wrap=True)
@@ -113,10 +113,9 @@ class Progress:
 
 
 def sinks(config: RunConfig, *, num_steps: Mapping[str, int]) -> list[Sink]:
-    """The sinks that a run asks for, for `metrics.Recorder`; makes those on disk.
+    """Opens the sinks of `metrics.Recorder` that a config asks for.
 
-    `num_steps` holds each stage's number of steps, in their order. Of several processes
-    the first has them.
+    `num_steps` is {stage: number of steps}. Only the first process has sinks.
     """
     chosen: list[Sink] = []
     if not processes.is_first():
@@ -124,7 +123,7 @@ def sinks(config: RunConfig, *, num_steps: Mapping[str, int]) -> list[Sink]:
     if config.progress:
         chosen.append(Progress(num_steps))
     if config.loggers:
-        from rlhf_jax.runs import loggers  # of few runs
+        from rlhf_jax.runs import loggers  # few runs need it
 
         chosen += loggers.chosen(config)
     return chosen
@@ -132,7 +131,7 @@ def sinks(config: RunConfig, *, num_steps: Mapping[str, int]) -> list[Sink]:
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Shows on stderr what is being waited for, and afterwards how long it took."""
+    """Shows on stderr what the program waits for, and afterwards how long it took."""
     console, began = Console(stderr=True), time.monotonic()
     if console.is_terminal:
         with console.status(Text(what)):
@@ -146,8 +145,8 @@ def waiting(what: str) -> Iterator[None]:
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """Prints rows of texts (left) and numbers (right, four digits); None is a dash.
 
-    Where the terminal is too narrow, the widest column breaks its texts, behind a
-    blank, / or _ if it can. A KL within the rounding of float32 is printed as 0.
+    On a narrow terminal the texts of the widest column are broken, after a space, / or
+    _ where possible. A KL within the rounding of float32 is printed as 0.
     """
     rows = list(rows)
     console = Console()
@@ -175,7 +174,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
 
 
 def _broken(text: str, *, width: int) -> str:
-    """A text in lines of a width, whose words end with a blank, / or _."""
+    """Breaks a text into lines of a width, after a space, / or _."""
     lines = [""]
     for word in re.findall(r"[^ /_]+[ /_]?|[ /_]", text):
         if cell_len(lines[-1] + word.rstrip()) > width and lines[-1]:
@@ -185,12 +184,12 @@ def _broken(text: str, *, width: int) -> str:
 
 
 def texts(before: Mapping[str, Any], after: Mapping[str, float]) -> dict[str, float]:
-    """Prints what --texts say before and after, as a table.
+    """Prints a table of the loss on each of --texts before and after training.
 
     Args:
-      before: a row of metrics.jsonl.
-      after: `eval/NAME_nll` of every text, nats per token; where there is none, nothing
-        is printed.
+      before: the first row of metrics.jsonl.
+      after: {`eval/NAME_nll`: nats per token} of every text; nothing is printed if it
+        is empty.
 
     Returns:
       NAME_nll_before and NAME_nll_after, for the summary.
@@ -216,7 +215,7 @@ def texts(before: Mapping[str, Any], after: Mapping[str, float]) -> dict[str, fl
 def side_by_side(
     samples: Sequence[Mapping[str, str]], *, title: str = "Samples"
 ) -> None:
-    """Prints texts for reading, a sample a row and a model a column."""
+    """Prints texts side by side, with one row per sample and one column per model."""
     grid = Table(title=Text(title), title_justify="left", show_lines=True)
     for column in samples[0]:
         grid.add_column(Text(column), overflow="fold", ratio=1)
@@ -233,15 +232,17 @@ def model_table(
 ) -> None:
     """Prints the size and the placement of each model, and how much is trained.
 
-    The sum below the table reads "124,439,808 trainable, 248,880,385 frozen". Scales of
-    int8 and rows that pad a vocabulary take memory, but are not counted as parameters.
+    The line below the table reads "124,439,808 trainable, 248,880,385 frozen". The
+    scales of int8 weights and the rows that pad a vocabulary take memory, but are not
+    counted as parameters.
 
     Args:
-      roles: (role, params, trainable). Params are arrays or shapes, stored in any way;
+      roles: (role, params, trainable). Params are arrays or shapes in any storage;
         None is a role without parameters of its own.
-      models: role -> its shape, which says what rows of its tables are padding. Of a
-        role that is not there all are counted.
-      meshes: role -> mesh, for roles whose programs run where no array of theirs is.
+      models: {role: config}, which gives the size of the vocabulary without padding.
+        All rows of a role that is missing are counted.
+      meshes: {role: mesh} of roles that run without parameters of their own, such as a
+        sampler.
     """
     meshes = {} if meshes is None else meshes
     counts = {True: 0, False: 0}
@@ -264,7 +265,7 @@ def model_table(
 
 
 def _count(params: PyTree | None, *, model: ModelConfig | None) -> int:
-    """Number of parameters, without rows of padding."""
+    """Number of parameters, without rows that pad the vocabulary."""
     count = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(
         params, is_leaf=leaves.is_stored
@@ -278,7 +279,7 @@ def _count(params: PyTree | None, *, model: ModelConfig | None) -> int:
 
 
 def engine(model: ModelConfig, *, columns: int, mesh: Mesh) -> None:
-    """Prints which engine computes the attention of the rows trained on, and why."""
+    """Prints the attention engine of training rows, and the reason for the choice."""
     backend = layout.backend_of(mesh.abstract_mesh)
     chosen = layout.choose(
         model,
@@ -292,7 +293,7 @@ def engine(model: ModelConfig, *, columns: int, mesh: Mesh) -> None:
 
 
 def resolved(value: float, *, of: str) -> float:
-    """A number as a person reads it: a KL of equal models is 0, not its rounding."""
+    """Returns a number for display, in which a KL within rounding is 0."""
     return 0.0 if abs(value) < KL_ROUNDING and KL.search(of) else value
 
 
@@ -309,10 +310,10 @@ def _cell(value: Any, *, of: str) -> str:
 
 
 def cells(params: PyTree) -> tuple[str, str]:
-    """Devices, with their memory, and mesh of arrays, for the table of a run.
+    """Returns the devices, with their memory, and the mesh of a role's arrays.
 
     Args:
-      params: Arrays of one role, all in one place. Shapes are in none.
+      params: arrays of one role, all in one place. Shapes have no place.
 
     Returns:
       For example ("gpu 0-3", "data=2,fsdp=2") or ("gpu 0, pinned_host", "none").
@@ -335,12 +336,11 @@ def cells(params: PyTree) -> tuple[str, str]:
 
 
 def mesh_cells(mesh: Mesh) -> tuple[str, str]:
-    """The same for a role that runs on a mesh without parameters of its own."""
+    """Returns the devices and the axes of a mesh, in the form of `cells`."""
     return _devices_cell(set(mesh.devices.flat)), _mesh_cell(mesh)
 
 
 def _mesh_cell(mesh: Mesh) -> str:
-    """The axes of more than one device."""
     sizes = (f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
     return ",".join(sizes) or "none"
 

@@ -1,4 +1,4 @@
-"""A run on disk: stages that save, stop and go on to the last bit.
+"""A run on disk: stages that save, stop and resume to the last bit.
 
     with run.Run(config, num_steps={"sft": 300, "ppo": 100}) as job:
         with job.stage("sft", state, meta={}) as stage:
@@ -7,9 +7,9 @@
                 stage.end_step(step, stats)
         ...
 
-The loop is the experiment's own; a stage only restores its state before the first step
-and keeps it after each. A stage that was complete when the run stopped restores its
-last snapshot and has no steps left, so a pipeline goes on where it was.
+The experiment writes the loop. A stage restores its state before the first step and
+saves it at intervals. A stage that was complete when the run stopped restores its last
+snapshot and has no steps left, so a pipeline resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -60,19 +60,21 @@ class Run:
         """Makes or continues `config.out`.
 
         Args:
-          num_steps: of each stage, in order; none of a program without steps.
-          check, stops: of `metrics.Recorder`, as `alarms.check` with its limits bound,
-            and `alarms.Limits.stops`.
-          stop_timeout: seconds after a signal; a step that is in `Stage.user_code`
-            then, or comes to it later, is given up. None waits for it, and so do
-            several processes, which save together.
-          data: of `Receipts.to_json`, printed and kept as data.json; None of a program
-            that reads no data.
+          num_steps: {stage: number of steps}, in the order of the stages; empty for a
+            program without steps.
+          check, stops: arguments of `metrics.Recorder`, such as `alarms.check` with
+            its limits bound, and `alarms.Limits.stops`.
+          stop_timeout: seconds after a signal at which a step inside (or later
+            entering) `Stage.user_code` is abandoned. None waits for the step; runs of
+            several processes always wait, since they save together.
+          data: the result of `Receipts.to_json`, which is printed and written to
+            data.json; None for a program that reads no data.
 
         Raises:
-          InputError: a stage has no steps, or the last one not those of `profile`; the
-            package of a logger cannot be imported; stop_timeout is no time, another
-            process writes the folder, or it cannot be used (`folder.open_run`).
+          InputError: a stage has no steps, the last stage lacks the steps of
+            `profile`, the package of a logger cannot be imported, stop_timeout is not
+            positive, another process writes to the folder, or the folder cannot be
+            used (`folder.open_run`).
         """
         for stage, steps in num_steps.items():
             done = resume.newest(config.out / "snapshots" / stage)
@@ -87,7 +89,7 @@ class Run:
             profiled = Window.parse(config.profile)
             profiled.check([0, *num_steps.values()][-1])
         if processes.is_first() and config.loggers:
-            from rlhf_jax.runs import loggers  # of few runs
+            from rlhf_jax.runs import loggers  # few runs need it
 
             loggers.check(config)
         self.deadline = None
@@ -100,7 +102,7 @@ class Run:
         with contextlib.ExitStack() as undone:
             undone.push(self._lock)
             self.folder = open_run(config)
-            # A resume may find none, where the user removed a damaged one.
+            # A resumed run has no data.json where the user removed a damaged one.
             self.began_data = not (self.folder / receipt.NAME).exists()
             if data is not None:
                 receipt.write(self.folder, data)
@@ -115,7 +117,7 @@ class Run:
             undone.pop_all()
         self.profiler: Profiler | None = None
         if profiled is not None:
-            from rlhf_jax.runs.profile.profiler import Profiler  # of few runs
+            from rlhf_jax.runs.profile.profiler import Profiler  # few runs need it
 
             self.profiler = Profiler(
                 self.folder,
@@ -132,7 +134,7 @@ class Run:
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as entered:
-            # Left in the opposite order. If entering fails, all that is open is closed.
+            # Exits run in reverse order. If entering fails, all that is open is closed.
             entered.push(self._lock)
             entered.enter_context(self.interrupt)
             entered.push(self.record)
@@ -146,13 +148,13 @@ class Run:
     def __exit__(self, *exception: Any) -> None:
         self._entered.__exit__(*exception)
         if exception[0] is None:
-            processes.wait()  # for the first to have written everything
+            processes.wait()  # until the first process has written everything
 
     @property
     def alarms(self) -> list[dict[str, Any]]:
         """All alarms raised, for the summary: stage, name, first step and message.
 
-        Whole once the run is closed, since rows are read a step late.
+        The list is complete once the run is closed, since rows are read one step late.
         """
         return [
             {"stage": stage, **alarm._asdict()}
@@ -175,24 +177,24 @@ class Run:
         beside: Mapping[str, Frozen] | None = None,
         moving: Collection[str] = (),
     ) -> Stage:
-        """The stage `name`, at its newest snapshot or else at `state`.
+        """Opens the stage `name` at its newest snapshot, or at `state` without one.
 
-        Every `Frozen` in the state, and those `beside` it, is verified at the start,
-        before every snapshot and so at the end; their fingerprints stand in the meta
-        of each snapshot, and must be those the stage began with unless `moving`.
+        Every `Frozen` model in or `beside` the state is verified at the start, before
+        every snapshot and at the end. The meta of each snapshot has their fingerprints,
+        which stay those of the stage's start unless the model is in `moving`.
 
         Args:
-          state: pytree of arrays, all that the stage changes or must not lose. Later
-            a leaf may be a `Future` of arrays, which a snapshot waits for.
+          state: pytree of all arrays that the stage changes or must save. Later a leaf
+            may be a `Future` of arrays, which a snapshot waits for.
           meta: JSON values that must be equal when the stage is resumed.
-          beside, moving: of `proof.Proof`.
+          beside, moving: arguments of `proof.Proof`.
 
         Raises:
-          InputError: a snapshot is of another model, or its meta or the frozen models
-            it began with differ.
+          InputError: a snapshot belongs to another model, or was saved with another
+            meta or other frozen models.
           ReferenceMovedError: a frozen model in a snapshot is not what was frozen.
           DamagedError: the newest snapshot is damaged, and the config has no
-            `resume_from`; names the newest one that is whole.
+            `resume_from`; the message names the newest one that is whole.
         """
         frozen = proof.Proof(state, beside=beside or {}, moving=moving)
         return Stage(self, name, state, meta=meta, frozen=frozen)

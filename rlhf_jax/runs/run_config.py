@@ -1,4 +1,4 @@
-"""What every run asks for: the options of a run folder, and configs as JSON."""
+"""The options that every run has, and configs as JSON and as command lines."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ LOGGERS = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What every experiment asks for; an experiment adds its own fields.
+    """The options that every experiment has; an experiment adds its own fields.
 
-    Of these only `seed` changes the result, so a resume may differ in the others.
+    Only `seed` changes the result, so a resumed run may change all the others.
     """
 
     out: Path
-    """Folder or gs:// address, absent or empty but for --resume."""
+    """Run folder or gs:// address; must be absent or empty unless --resume is given."""
     seed: int = 0
-    """Root of every random number."""
+    """Seed of every random number."""
     resume: bool = False
-    """Whether the run in --out goes on from its newest snapshot."""
+    """Whether to continue the run in --out from its newest snapshot."""
     resume_from: int | None = None
-    """Older snapshot to resume from, of the stage whose newest one is damaged."""
+    """Step of an older snapshot to resume from, where the newest is damaged; 0 restarts
+    the stage."""
     accept_lost_rows: bool = False
     """Whether to resume although files such as metrics.jsonl lost rows from before the
     snapshot."""
@@ -48,22 +49,22 @@ class RunConfig:
     progress: bool = True
     """Whether the terminal shows progress."""
     tensorboard: bool = False
-    """Whether TensorBoard events are written to OUT/tensorboard too."""
+    """Whether to also write TensorBoard events to OUT/tensorboard."""
     wandb: bool = False
-    """Whether metrics go to Weights & Biases too."""
+    """Whether to also log metrics to Weights & Biases."""
     trackio: bool = False
-    """Whether metrics go to Trackio too, on this machine."""
+    """Whether to also log metrics to Trackio on this machine."""
     profile: str | None = None
-    """Steps FIRST:END of which a JAX profiler trace is written to OUT/profile, and by
-    rlhf-jax and the quickstart a table; 5:8 are the steps 5, 6 and 7."""
+    """Steps FIRST:END to trace with the JAX profiler into OUT/profile; 5:8 means the
+    steps 5, 6 and 7. The rlhf-jax command and the quickstart also print a table."""
 
     @property
     def compute_dtype(self) -> str:
-        """What models compute in."""
+        """The dtype that models compute in."""
         return "float32"
 
     def __post_init__(self) -> None:
-        # From here on a path: that of the spool, where it is an address.
+        # From here on `out` is a local path: of an address, its spool.
         object.__setattr__(self, "out", mirror.local(self.out))
         checks.at_least_one(**{"--snapshot-every": self.snapshot_every})
         checks.at_least_one(**{"--keep-snapshots": self.keep_snapshots})
@@ -87,11 +88,11 @@ class RunConfig:
 
     @property
     def loggers(self) -> dict[str, str]:
-        """{option: package} of what rows go to beside metrics.jsonl."""
+        """{option: package} of the loggers that also receive the rows."""
         return {name: one for name, one in LOGGERS.items() if vars(self)[name]}
 
 
-# Of RunConfig, and as experiments call what does not change the numbers either.
+# Options that do not change the numbers: those of RunConfig, and those of experiments.
 MAY_DIFFER = {f.name for f in dataclasses.fields(RunConfig)} - {"seed"}
 MAY_DIFFER |= {"stop_timeout", "check_memory", "auto", "placement.policy"}
 MAY_DIFFER |= {"start.save_dtype", "watch.judge_failure", "rewards.num_workers"}
@@ -106,7 +107,7 @@ Config = TypeVar("Config", bound=RunConfig)
 
 
 def option_names(config_class: type[Any], *, prefix: str = "") -> set[str]:
-    """Names of a config's fields; a field of a group is named "placement.sampler"."""
+    """Returns the names of a config's fields; in a group, "placement.sampler"."""
     hints = typing.get_type_hints(config_class)
     names: set[str] = set()
     for field in dataclasses.fields(config_class):
@@ -118,9 +119,9 @@ def option_names(config_class: type[Any], *, prefix: str = "") -> set[str]:
 
 
 def to_json(config: RunConfig) -> dict[str, Any]:
-    """Fields as JSON values: paths become strings, tuples lists, records objects.
+    """Returns the fields as JSON values: paths are strings, tuples lists.
 
-    A record of a union has its kind: {"kind": "adaptive", "target": 6.0}.
+    A record is an object; one of a union has its kind: {"kind": "adaptive", ...}.
 
     Raises:
       InputError: a number is NaN or infinite, which JSON cannot hold.
@@ -141,7 +142,6 @@ def to_json(config: RunConfig) -> dict[str, Any]:
 
 
 def _plain(record: Any) -> dict[str, Any]:
-    """The fields of a dataclass, the records in it as dicts."""
     hints = typing.get_type_hints(type(record))
     return {
         field.name: _plain_value(getattr(record, field.name), hints[field.name])
@@ -170,10 +170,10 @@ def _is_finite(value: Any) -> bool:
 def from_json(
     config_class: type[Config], fields: Mapping[str, Any], *, source: Path
 ) -> Config:
-    """The config whose `to_json` is `fields`: every field there and of its type.
+    """Returns the config whose `to_json` is `fields`.
 
     Raises:
-      InputError: fields are unknown, missing or mistyped; names them all.
+      InputError: fields are unknown, missing or mistyped; the message names them all.
     """
     values, wrong = _decode_fields(
         fields, config_class, prefix="", whole=True, made=True
@@ -190,15 +190,15 @@ def arguments(
     source: Path,
     renamed: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """The command line that stands for some fields: what a --config FILE asks for.
+    """Returns the command line that sets the fields of a --config FILE.
 
     Args:
       fields: any part of the config's tree, as JSON or TOML values.
       source: the file, for messages.
-      renamed: {option of before: what to write here}, for fields that are unknown.
+      renamed: {former option: present option}, for messages about unknown fields.
 
     Raises:
-      InputError: fields are unknown or mistyped; names them all.
+      InputError: fields are unknown or mistyped; the message names them all.
     """
     values, wrong = _decode_fields(
         fields, config_class, prefix="", whole=False, made=False
@@ -217,7 +217,7 @@ def _arguments(kind: Any, values: Mapping[str, Any], *, prefix: str) -> list[str
         spec = choices.spec_of(hint)
         if spec is not None:
             words += [option, *spec.str_from_instance(value)]
-        elif isinstance(value, dict):  # a group, of which these fields are there
+        elif isinstance(value, dict):  # some fields of a group
             inner = prefix if choices.is_unnamed(hint) else f"{option}."
             words += _arguments(_group(choices.bare(hint)), value, prefix=inner)
         elif isinstance(value, bool):
@@ -240,7 +240,7 @@ def _misfit(source: Path, wrong: list[str]) -> InputError:
 
 
 def _with_successor(line: str, renamed: Mapping[str, str]) -> str:
-    """What is wrong with a field, and for one that was renamed its option of now."""
+    """Adds the present option to the line about a field that was renamed."""
     path, _, fault = line.strip().partition(": ")
     parts = path.replace("_", "-").split(".")
     for start in range(len(parts) if fault == "unknown" else 0):  # groups have no name
@@ -253,11 +253,11 @@ def _with_successor(line: str, renamed: Mapping[str, str]) -> str:
 def _decode_fields(
     fields: Mapping[str, Any], kind: Any, *, prefix: str, whole: bool, made: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """The fields of a dataclass by name, and what is wrong with them; groups too.
+    """Decodes the fields of a dataclass and its groups: {name: value}, and the faults.
 
     Args:
-      whole: every field must be there.
-      made: groups become records; else they stay dicts of the fields that are there.
+      whole: whether every field is required.
+      made: whether groups become records; otherwise they stay dicts of their fields.
     """
     hints = typing.get_type_hints(kind, include_extras=True)
     kinds = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
@@ -294,7 +294,7 @@ def _made(kind: Any, values: dict[str, Any], wrong: list[str]) -> Any:
 
 
 def _group(kind: Any) -> Any:
-    """The dataclass of a field that holds one, or None of one; else the kind itself."""
+    """The dataclass D of an annotation D or D | None; any other annotation itself."""
     parts = [part for part in typing.get_args(kind) if part is not types.NoneType]
     return parts[0] if len(parts) == 1 and dataclasses.is_dataclass(parts[0]) else kind
 
@@ -320,7 +320,7 @@ def _decode(value: Any, kind: Any) -> Any:
         if isinstance(value, str) and parse is not None:
             return parse(value)
     elif choices.is_union(kind):
-        if kinds and isinstance(value, str | int | float):  # as a command line has it
+        if kinds and isinstance(value, str | int | float):  # as on a command line
             written = value if isinstance(value, str) else json.dumps(value)
             try:
                 return choices.parse(written, kind)

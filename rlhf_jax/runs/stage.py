@@ -1,6 +1,6 @@
-"""One stage of a run: where it begins, and the ends of its steps.
+"""One stage of a run: it restores its state, and records and saves its steps.
 
-It begins at its newest snapshot, at an older one, or at its start.
+A stage begins at its newest snapshot, at an older one, or at its start.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
     from rlhf_jax.runs.run import Run
 
 PyTree = Any
-MAX_SKIPPED = 5  # updates in a row without a finite gradient, before a run stops
-# The metrics that count skipped updates, and what a message adds about each; the second
-# one belongs to the critic.
+MAX_SKIPPED = 5  # updates in a row without a finite gradient that stop a run
+# The metrics that count skipped updates, and what the message adds about each. The
+# second one counts those of the critic.
 SKIPPED = {
     "update/skipped_in_a_row": (
-        "and nothing was updated meanwhile. The snapshots hold what was before"
+        "so nothing was updated in these steps. Snapshots hold the state before them"
     ),
     "critic/skipped_in_a_row": (
-        "of the critic's, which was not updated meanwhile, though the policy was. "
-        "Snapshots of before the first critic/skipped in metrics.jsonl have both whole"
+        "in the critic, which was not updated in these steps, while the policy was. "
+        "Snapshots before the first critic/skipped in metrics.jsonl have both whole"
     ),
 }
-ROWS = "rows"  # key in a snapshot's meta: how many rows each file of the record has
+ROWS = "rows"  # key in a snapshot's meta: the number of rows of each JSONL file
 
 
 class DivergedError(StopError):
@@ -56,9 +56,9 @@ class DivergedError(StopError):
 def check_divergence(
     row: Mapping[str, float | None], *, step: int, newest: int | None
 ) -> None:
-    """Stops a run whose last updates were all skipped, by a row of metrics.jsonl.
+    """Stops a run if a row of metrics.jsonl says that its last updates were skipped.
 
-    The message names the step of the run and its newest snapshot.
+    The message names `step` and `newest`, the run's newest snapshot.
 
     Raises:
       DivergedError: at least `MAX_SKIPPED` updates in a row had no finite gradient.
@@ -74,9 +74,9 @@ def check_divergence(
 
 
 def settled(state: PyTree) -> PyTree:
-    """The state with the result of each `Future` in its place, waiting for it.
+    """Returns the state with each `Future` replaced by its result, once it is done.
 
-    Raises whatever the work behind a future raised.
+    Raises the exception of a future that failed.
     """
     return jax.tree.map(
         lambda leaf: leaf.result() if isinstance(leaf, Future) else leaf, state
@@ -84,13 +84,13 @@ def settled(state: PyTree) -> PyTree:
 
 
 def is_settled(state: PyTree) -> bool:
-    """Whether `settled` would not wait, and would not raise."""
+    """Returns whether `settled` would neither wait nor raise."""
     futures = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, Future)]
     return all(future.done() and future.exception() is None for future in futures)
 
 
 class Stage:
-    """One stage of a run; a context manager that closes its snapshots."""
+    """One stage of a run; leaving the context manager closes its snapshots."""
 
     def __init__(
         self,
@@ -149,10 +149,11 @@ class Stage:
 
     @contextlib.contextmanager
     def user_code(self) -> Iterator[None]:
-        """Around what may hang, as a reward or a judge, with a state that is whole.
+        """Encloses code that may hang, such as a reward or a judge.
 
-        `stop_timeout` after a signal the state from before the step is saved and the
-        process ends, with status 128 + the signal's number; a resume repeats the step.
+        `stop_timeout` seconds after a signal, the state before the step is saved and
+        the process ends with status 128 + the signal's number; a resume repeats the
+        step. The arrays of that state must not be donated inside.
         """
         limit = contextlib.nullcontext()
         if self._run.deadline is not None:
@@ -170,25 +171,25 @@ class Stage:
         texts: Sequence[Masks] = (),
         waits: Mapping[str, float] | None = None,
     ) -> None:
-        """Records a step, and saves when it is time or a signal asks for it.
+        """Records a step, and saves if a snapshot is due or a signal asks for a stop.
 
         Args:
-          stats, positions, waits: of `metrics.Recorder.write`.
+          stats, positions, waits: arguments of `metrics.Recorder.write`.
           samples: rows for samples.jsonl.
-          texts: what the step read, (segments or mask [B, S], response tokens [B, S])
-            of each batch; for the tokens and FLOPs of a profile, and read for it alone.
+          texts: (segments or mask [B, S], response tokens [B, S]) of each batch that
+            the step read; only a profile reads them, for its tokens and FLOPs.
 
         Raises:
-          DivergedError: `MAX_SKIPPED` updates in a row were skipped, of all or of the
-            critic alone; the snapshots before them stay.
-          cli.Interrupted: after a signal, with everything saved.
+          DivergedError: `MAX_SKIPPED` updates in a row were skipped, of all models or
+            of the critic alone; earlier snapshots are kept.
+          command_line.Interrupted: a signal asked for a stop; everything is saved.
         """
         record, config = self._run.record, self._run.config
         profiler = self._run.profiler
         if profiler is not None:
             profiler.end_step(step, texts)
         if step == self.start:
-            # Whatever a step compiles it has compiled by now.
+            # The first step has compiled every program of a step.
             program_cache.give_back_memory()
         record.write(step, stats, positions=positions, waits=waits)
         record.write_samples(step, samples)
@@ -200,7 +201,7 @@ class Stage:
             record.flush()
         check_divergence(record.latest, step=step, newest=self._snapshots.latest())
         if due:
-            with self.user_code():  # rollouts that are still to come may hang, too
+            with self.user_code():  # rollouts under way may hang, too
                 state = settled(self.state)
             self._save(done, state)
         if stop:
@@ -210,30 +211,30 @@ class Stage:
 
     def _save(self, done: int, state: PyTree) -> None:
         meta = {**self._meta, proof.META: self._frozen.check(state)}
-        # A copy, as the snapshot is written while the next steps run.
+        # Copied, because the snapshot is written while the next steps run.
         meta[ROWS] = dict(self._run.record.rows)
         meta[run_files.FILES] = self._options | self._run.record.sums
         self._snapshots.save(done, arrays=state, meta=meta)
 
     def _copy(self, done: int) -> tuple[int, PyTree]:
-        """The arrays of the state as it is now, in a tree that no step changes."""
+        """(number of steps done, the present state in a tree that no step changes)."""
         if self._run.deadline is None:
             return done, None
         return done, jax.tree.map(lambda leaf: leaf, self.state)
 
     def _save_whole(self, signum: int) -> str:
-        """Saves the state from before this step, in another thread; what to tell."""
+        """Saves the state before this step, from another thread; returns a message."""
         done, state = self._whole
         saved = "no step was done yet"
         if done and not is_settled(state):
-            saved = "its rollouts are not drawn; the snapshots before stay"
+            saved = "its rollouts are not drawn; earlier snapshots are kept"
         elif done:
             saved = f"saved as of step {done}"
             self._run.record.flush()
             self._save(done, settled(state))
             self._snapshots.close()
         limit, config = self._run.deadline, self._run.config
-        assert limit is not None  # as it calls this
+        assert limit is not None  # the deadline calls this method
         signal_name = signal.Signals(signum).name
         return (
             f"stopped: step {done} did not come through its sampler, reward or judge "
@@ -243,13 +244,13 @@ class Stage:
 
 
 class Beginning(NamedTuple):
-    """What a stage goes on from."""
+    """The step and state that a stage begins with."""
 
     step: int  # number of the snapshot, 0 for the start of the stage
     state: PyTree
-    rows: Mapping[str, int] | None  # of each JSONL file; None if they are not known
-    went_back: bool = False  # to an older snapshot, as the user asked
-    files: Mapping[str, Sum] = {}  # sums of files; empty if they are not known
+    rows: Mapping[str, int] | None  # number by JSONL file; None if not known
+    went_back: bool = False  # whether --resume-from chose an older snapshot
+    files: Mapping[str, Sum] = {}  # sums of files; empty if not known
 
 
 def begin(
@@ -263,17 +264,17 @@ def begin(
     resume_from: int | None,
     is_newest_stage: bool,
 ) -> Beginning:
-    """Restores a stage from its snapshots, or begins it with its `state`.
+    """Restores a stage from a snapshot, or begins it with its `state`.
 
     The meta must equal that of the snapshot, and the frozen models are verified.
 
     Args:
-      resume_from: the snapshot to go back to, 0 for the start of the stage; None takes
-        the newest one.
+      resume_from: number of the snapshot to restore, 0 for the start of the stage;
+        None restores the newest one.
       is_newest_stage: whether no later stage has a snapshot.
 
     Raises:
-      InputError: there is no such snapshot, or it has another meta.
+      InputError: there is no such snapshot, or its meta differs.
       ReferenceMovedError: a frozen model is not what was frozen.
       DamagedError: the newest snapshot is damaged, and `resume_from` is None. The
         message names the newest one that is whole.
@@ -285,7 +286,7 @@ def begin(
         resume.check_meta(saved, meta, where=where)
         frozen.check_resumed(saved[proof.META], arrays, where=where)
         files = saved.get(run_files.FILES, {})
-        if files and not went_back:  # of a version that has lists
+        if files and not went_back:  # older versions saved no lists of files
             snapshots.complete(step)
         return Beginning(step, arrays, saved.get(ROWS), went_back, files)
 
@@ -323,24 +324,24 @@ def begin(
 def check_data(
     folder: Path, now: Mapping[str, Sum], saved: Mapping[str, Sum], *, snapshot: int
 ) -> None:
-    """Checks that data.json, which says how a run began, is what it was.
+    """Checks that data.json, the receipt of the run's first start, has not changed.
 
     Args:
-      now, saved: sums of files, of this process's start and in the snapshot.
+      now, saved: sums of files, at the start of this process and in the snapshot.
 
     Raises:
-      InputError: it is another.
+      InputError: data.json has changed.
     """
     name = receipt.NAME
     if name in now and saved.get(name, now[name]) != now[name]:
         raise InputError(
             f"{folder / name}: expected the file that snapshot {snapshot} was saved "
-            f"with, got another; put it back, or remove it, and it is written anew"
+            f"with, got another; put it back, or remove it to have it written again"
         )
 
 
 def _way_back(name: str, snapshots: Snapshots, folder: Path, *, newest: int) -> str:
-    """Which older snapshot to go on from, for the message about a damaged one."""
+    """Says which older snapshot to resume from, in the message about a damaged one."""
     for step in reversed([n for n in snapshots.steps() if n < newest]):
         checked = files.check(folder, step)
         if checked.damage is None:

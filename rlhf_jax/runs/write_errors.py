@@ -1,11 +1,11 @@
-"""What could not be written, in one line: a full disk, a folder without permission.
+"""Failed writes as one-line errors: a full disk, a folder without permission.
 
     with write_errors.writing(path):
         path.write_text(text)
 
-turns an OSError into a `WriteError`, which the command line prints with what is safe
-and how to go on, and exits with status 1. What libraries raise of a failed write from
-threads of their own is recognised by `reason`.
+turns an OSError into a `WriteError`. The command line prints it with what was saved and
+how to resume, and exits with status 1. `reason` also recognises failed writes in the
+exceptions of libraries that write in their own threads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.runs.snapshots import resume
 
-# What the system says of a place that takes no writes, not of a mistake in a program.
+# Errors of a place that takes no writes, as opposed to mistakes in a program.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NOT_ALLOWED = (errno.EROFS, errno.EACCES, errno.EPERM)
 FAILING = (errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE)
@@ -32,11 +32,11 @@ NAMED = (*NO_ROOM, *NOT_ALLOWED, *FAILING)
 
 
 class WriteError(StopError):
-    """A file of the run could not be written; what is on the disk already is whole."""
+    """A file of the run could not be written; earlier files are whole."""
 
     def __init__(self, path: object, why: str) -> None:
         super().__init__(f"{path} could not be written: {why}")
-        self.remedy = "see to that disk"
+        self.remedy = "check that disk"
         if why in map(os.strerror, NO_ROOM):
             self.remedy = "make room there"
         elif why in map(os.strerror, NOT_ALLOWED):
@@ -44,10 +44,10 @@ class WriteError(StopError):
 
 
 def reason(error: BaseException) -> str | None:
-    """What the system said of a failed write; None where the error is of another kind.
+    """Returns the system's message about a failed write; None for any other error.
 
-    An OSError says it itself; others that were raised from one, or that quote the
-    system as tensorstore does, are looked through.
+    The message is taken from an OSError, from one among its causes, or from the text of
+    a library's error that quotes the system, as tensorstore's do.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -66,14 +66,15 @@ def reason(error: BaseException) -> str | None:
 def check_place(
     path: Path, *, option: str, called: str, is_own: Callable[[Path], bool]
 ) -> None:
-    """Refuses a file that is not to be written, before the work for it is done.
+    """Checks that an output file may be written, before the work for it is done.
 
     Args:
-      called: what is written there, as "report".
-      is_own: whether a file that is there is one of those.
+      option: name of the option, for messages.
+      called: what is written, such as "report".
+      is_own: path -> whether an existing file is such an output, and may be replaced.
 
     Raises:
-      InputError: the folder is missing, or what is there would be lost.
+      InputError: the folder is missing, or another file would be lost.
     """
     got = None
     try:
@@ -104,15 +105,15 @@ def check_place(
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Any failed write inside is a WriteError that names `path`.
+    """Turns a failed write inside into a WriteError that names `path`.
 
     Raises:
-      WriteError: an exception that `reason` knows; the others pass.
+      WriteError: `reason` recognised the exception; others pass unchanged.
     """
     try:
         yield
     except (InputError, StopError):
-        raise  # told already
+        raise  # already has its message
     except Exception as error:
         why = reason(error)
         if why is None:
@@ -122,10 +123,10 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def of_run(folder: Path) -> Iterator[None]:
-    """A failed write of the experiment's own inside is a WriteError too.
+    """Turns a failed write of the experiment's own code into a WriteError too.
 
-    No room is told wherever it is missing; a permission only inside the run's folder,
-    as elsewhere it is about a file to read.
+    A full disk counts anywhere. A missing permission counts only inside the run's
+    folder, since elsewhere it may be about a file to read.
     """
     try:
         yield
@@ -141,7 +142,7 @@ def of_run(folder: Path) -> Iterator[None]:
 
 
 def safe(folder: Path) -> str:
-    """What a run folder holds that a failed write left whole, in a few words."""
+    """Names the snapshots and rows of a run folder that a failed write left whole."""
     parts = [
         f"snapshot {newest} of {stage.name}"
         for stage in sorted((folder / "snapshots").glob("*"))
@@ -154,7 +155,7 @@ def safe(folder: Path) -> str:
         rows = (folder / "metrics.jsonl").read_bytes().count(b"\n")
     if rows:
         parts.append(f"{rows} rows of metrics.jsonl")
-    return f"safe are {' and '.join(parts)}"
+    return f"safe: {' and '.join(parts)}"
 
 
 def _left_behind(
@@ -172,15 +173,15 @@ def _left_behind(
 
 @contextlib.contextmanager
 def quiet_threads() -> Iterator[None]:
-    """Keeps what orbax's threads leave behind after a failed write off the terminal.
+    """Suppresses tracebacks from orbax's threads after a failed write.
 
-    Their error itself is raised where the snapshot is waited for. The other writes of
-    that snapshot then end on an event loop that is closed, which Python would tell in a
-    traceback each, now and as it shuts down.
+    The error itself is raised where the run waits for the snapshot. The other writes of
+    that snapshot then end on a closed event loop, and Python would print a traceback
+    for each, now and as it shuts down.
     """
     before = sys.unraisablehook
 
-    # Bound here, as Python clears modules before it is done.
+    # Bound as a default, because Python clears modules as it shuts down.
     def hook(unraisable: Any, left_behind: Any = _left_behind) -> None:
         if not left_behind(unraisable.exc_value, unraisable.object):
             before(unraisable)
@@ -189,7 +190,7 @@ def quiet_threads() -> Iterator[None]:
     try:
         yield
     except WriteError:
-        raise  # with the hook in place until the process ends
+        raise  # and keep the hook until the process ends
     except BaseException:
         sys.unraisablehook = before
         raise

@@ -1,4 +1,4 @@
-"""Samplers behind one protocol: our decoder, here or in a process, and servers."""
+"""Samplers with one protocol: our decoder, here or in a process, and servers."""
 
-TIMEOUT = 600.0  # seconds of a call
-TRIES = 5  # of a call that fails, the first included
+TIMEOUT = 600.0  # seconds per call
+TRIES = 5  # attempts of a call that fails, including the first

@@ -1,8 +1,8 @@
-"""Whether a server's log-probs are the trainer's, on prompts that never change.
+"""Compares a server's log-probs with the trainer's, on fixed prompts.
 
-The server responds to them, and the trainer computes log-probs of the same tokens. A
-server that kept old weights, or a part of them, is at another distance, as is one that
-reports log-probs before the temperature.
+The server responds to the prompts, and the trainer computes log-probs of the same
+tokens. They differ if the server kept some old weights, or reports log-probs before
+the temperature.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ ADVICE = (
 
 
 class Agreement:
-    """The fixed prompts, and the trainer's program for responses to them."""
+    """The fixed prompts, and the trainer's program that checks the responses."""
 
     def __init__(self, recipe: PolicyGradient, *, tolerance: float, mesh: Mesh) -> None:
-        """Compiles nothing yet.
+        """Makes the prompts; compiles nothing yet.
 
         Args:
           recipe: without adapters.
-          tolerance: of the mean distance of a response, nats per token.
+          tolerance: the largest mean distance of a response, nats per token.
           mesh: of the policy; its devices compute the trainer's log-probs.
         """
         model = recipe.model
         self.max_new_tokens = min(RESPONSE_COLUMNS, recipe.max_new_tokens)
         width = min(PROMPT_COLUMNS, model.max_positions - self.max_new_tokens)
-        # At least ROWS, and a number that the devices divide.
+        # The least multiple of the number of row shards that is at least ROWS.
         blocks = row_sharding.row_share(mesh).count
         self.prompts = _prompts(-(-ROWS // blocks) * blocks, width, model=model)
         self._tolerance, self._mesh = tolerance, mesh
@@ -64,14 +64,14 @@ class Agreement:
         )
 
     def require(self, params: Params, drawn: Drawn) -> float:
-        """The largest mean distance of a response, nats per token.
+        """Returns the largest mean distance of a response, nats per token.
 
         Args:
           params: of the policy, on its mesh.
           drawn: the server's responses to `prompts`.
 
         Raises:
-          SelfCheckError: it is beyond the tolerance.
+          SelfCheckError: the distance exceeds the tolerance.
         """
         rollout = rollout_of(self.prompts, drawn, version=None)
         rows = row_sharding.put_rows((rollout.tokens, rollout.mask), mesh=self._mesh)
@@ -87,12 +87,12 @@ class Agreement:
 
 
 def _prompts(rows: int, width: int, *, model: ModelConfig) -> Prompts:
-    """Prompts[rows, width] of random tokens, of 1 to `width` of them."""
-    # Fixed, and of no data: distances of all hand-overs compare.
+    """Draws Prompts[rows, width] of 1 to `width` random tokens."""
+    # The same in every run, so that distances of all hand-overs are comparable.
     random = np.random.default_rng(0)
     lengths = np.linspace(1, width, rows).round().astype(np.int32)
     mask = np.arange(width) >= width - lengths[:, None]
-    ids = np.delete(  # a server may refuse a prompt of ids that no token has
+    ids = np.delete(  # a server may refuse ids without a token
         np.arange(model.vocab_size, dtype=np.int32),
         unused_ids.listed(model.unused_ids),
     )

@@ -1,4 +1,4 @@
-"""One response of an OpenAI-compatible server: what is asked, and what came back."""
+"""Requests for one response of an OpenAI-compatible server, and checked answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhf_jax.functional.unused_ids import Ranges
 from rlhf_jax.samplers.connection import SHOWN, ServerError
 
 PATH = "/v1/completions"
-# The policy itself and no other shape of it, whatever the server's own defaults are.
+# Samples the policy's own distribution, whatever the server's defaults are.
 UNSHAPED = {
     "top_p": 1.0,
     "top_k": -1,
@@ -20,11 +20,11 @@ UNSHAPED = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
-NEVER = -100.0  # the least bias of a logit that servers take: e^-100 of a probability
+NEVER = -100.0  # the lowest logit bias that servers accept; scales odds by e^-100
 
 
 class Response(NamedTuple):
-    """Tokens of a response, a stop token included, and their log-probs."""
+    """Tokens of a response, including a stop token, and their log-probs."""
 
     tokens: list[int]
     logprobs: list[float]  # nats
@@ -40,13 +40,13 @@ def request(
     seed: int,
     unused: Ranges = (),
 ) -> dict[str, Any]:
-    """The body of a request for one response.
+    """Makes the body of a request for one response.
 
     Args:
       prompt: token ids.
-      model: its name at the server.
+      model: the model's name at the server.
       seed: 0 to 2^31 - 1.
-      unused: ranges of ids that the policy never draws, as no token has them.
+      unused: ranges of ids without a token, which the policy never draws.
     """
     forbidden = {str(i): NEVER for i in unused_ids.listed(unused)}
     return {
@@ -56,8 +56,8 @@ def request(
         "temperature": temperature,
         "seed": seed,
         "stop_token_ids": list(stop_ids),
-        "ignore_eos": True,  # the stop ids alone end a response
-        "logprobs": 0,  # of the sampled token, and of no other
+        "ignore_eos": True,  # only the stop ids end a response
+        "logprobs": 0,  # of the sampled token only
         "return_token_ids": True,
         "skip_special_tokens": False,
         "add_special_tokens": False,
@@ -76,17 +76,16 @@ def response(
     url: str,
     unused: Ranges = (),
 ) -> Response:
-    """The response in an answer, if it is one to what was asked.
+    """Checks an answer and returns its response.
 
     Args:
       answer: to `request`.
       vocab_size: of the policy.
       url: of the server, for messages.
-      unused: ranges of ids that no token has; the policy's log-prob of them is -inf.
+      unused: ranges of ids without a token; the policy's log-prob of them is -inf.
 
     Raises:
-      ServerError: it has no token ids or no log-probs, or tokens that were not asked
-        for.
+      ServerError: the answer lacks token ids or log-probs, or does not fit the request.
     """
     choices = answer.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices else None
@@ -103,7 +102,7 @@ def response(
 def _required(
     choice: Any, *, request: dict[str, Any], vocab_size: int, unused: Ranges
 ) -> Iterator[tuple[bool, str, str]]:
-    """(whether it holds, what is expected, a remedy); each builds on those before."""
+    """Yields (condition, what is expected, remedy); later ones need earlier ones."""
     yield isinstance(choice, dict), "one choice", "is it a server of completions?"
     tokens: Any = choice.get("token_ids")
     yield (

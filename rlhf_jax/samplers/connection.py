@@ -1,4 +1,4 @@
-"""JSON to and from a server over HTTP, and the errors where there is none."""
+"""Exchanges JSON with a server over HTTP, and classifies errors."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from rlhf_jax.samplers.protocol import TransientError
 
 SHOWN = 300  # characters of an answer in a message
 HEADERS = {"Content-Type": "application/json"}
-OVERLOADED = (429, 500, 502, 503, 504)  # statuses of a server that may answer later
+OVERLOADED = (429, 500, 502, 503, 504)  # status codes after which a retry may succeed
 
 
 class ServerError(StopError):
-    """A server did not do what it was asked for."""
+    """A server answered with an error or an invalid answer."""
 
 
 class Overloaded(ServerError, TransientError):
-    """It could not answer now; other requests of the same moment may be answered."""
+    """The server could not answer this request now; it may answer others."""
 
 
 class Unreachable(ServerError, TransientError):
-    """Nothing answers at the address, or it went away before it had answered."""
+    """The server does not answer, or the connection was lost before its answer."""
 
 
 def is_address(url: str) -> bool:
-    """Whether a URL names a host, and a port that is a number or none."""
+    """Whether a URL names a host and, if any, a valid port."""
     try:
         parts = urllib.parse.urlsplit(url)
         return bool(parts.hostname) and parts.port != 0
-    except ValueError:  # brackets that do not close, or another port
+    except ValueError:  # unbalanced brackets, or an invalid port
         return False
 
 
@@ -43,16 +43,16 @@ class Connection:
     """A server at one address; its methods may be called from several threads."""
 
     def __init__(self, url: str, *, timeout: float) -> None:
-        """Asks for nothing yet.
+        """Stores the address; sends nothing yet.
 
         Args:
           url: http://HOST:PORT, with or without the "/v1" of OpenAI's interface.
-          timeout: seconds for an answer.
+          timeout: seconds per answer.
         """
         self.url, self.timeout = url.rstrip("/").removesuffix("/v1"), timeout
 
     def get(self, path: str) -> dict[str, Any]:
-        """The JSON object at a path.
+        """Gets the JSON object at a path.
 
         Raises:
           ServerError: an error, or no JSON object. Unreachable: no answer.
@@ -60,7 +60,7 @@ class Connection:
         return self._ask(urllib.request.Request(f"{self.url}{path}"))
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """What is answered to a JSON object; {} to an empty answer.
+        """Posts a JSON object; returns the answer, {} if it is empty.
 
         Raises:
           ServerError: an error, or no JSON object. Unreachable: no answer.

@@ -1,4 +1,4 @@
-"""Our decoder as a process of `process` holds it: the program of `iteration.sample`."""
+"""Our decoder in the worker of `process`: the program of `iteration.sample`."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ OTHER_VERSION = Failed("has another version of the policy")
 
 
 class Decoder:
-    """Draws on one device; it can be pickled, without parameters."""
+    """Draws responses on one device; pickles without its parameters."""
 
     def __init__(self, recipe: PolicyGradient) -> None:
-        """Compiles nothing yet; `recipe` has no adapters, and loses its optimizers."""
+        """Stores the recipe, without adapters; compiles nothing yet."""
         optimizers = ("policy_optimizer", "critic_optimizer")
-        # Sampling reads no optimizer, and optax's closures need not travel.
+        # Sampling needs no optimizer, and optax's closures cannot be pickled.
         without: Any = {name: None for name in optimizers if hasattr(recipe, name)}
         self.recipe = dataclasses.replace(recipe, **without)
         self.version: int | None = None  # of the parameters
@@ -42,7 +42,7 @@ class Decoder:
 
     @functools.cached_property
     def _sample(self) -> Any:
-        # As a trainer on one device has it: another program may round otherwise.
+        # The program of a trainer on one device: others may round differently.
         return jax.jit(
             functools.partial(
                 sharding.on(ONE_DEVICE.make(), iteration.sample), recipe=self.recipe
@@ -50,14 +50,14 @@ class Decoder:
         )
 
     def load(self, params: Params, *, version: int) -> None:
-        """Has the next draws made with these parameters, of which it takes a copy."""
-        # The arrays may be views of the file, which is removed after the hand-over.
+        """Copies the parameters of the next draws."""
+        # The arrays may be views of a file that is removed after the hand-over.
         copied = jax.tree.map(np.array, params)
         self._params = sharding.place(copied, mesh=ONE_DEVICE.make())
         self.version = version
 
     def draw(self, prompts: Prompts, *, key: Array) -> Drawn:
-        """A response to every prompt; equal arguments give equal bits.
+        """Draws a response to every prompt; equal arguments give equal bits.
 
         Raises:
           InputError: sizes of the batch do not divide.
@@ -80,7 +80,7 @@ class Decoder:
 
 
 def load(pickled: bytes, file: str, version: int) -> str | Failed:
-    """Takes the parameters in a file, in a worker; the root of their fingerprint."""
+    """Loads parameters from a file, in a worker; returns their fingerprint's root."""
 
     def use(decoder: Decoder) -> str:
         params = weight_files.read(Path(file))
@@ -93,11 +93,11 @@ def load(pickled: bytes, file: str, version: int) -> str | Failed:
 def draw(
     pickled: bytes, prompts: Prompts, key_data: Any, impl: str, version: int
 ) -> Drawn | Failed:
-    """A draw with the parameters of the last `load`, in a worker.
+    """Draws with the parameters of the last `load`, in a worker.
 
     Args:
-      key_data, impl: of the key of the step, as typed keys cannot be pickled.
-      version: of the parameters; OTHER_VERSION where they are of another one.
+      key_data, impl: of the step's key, since typed keys cannot be pickled.
+      version: of the parameters; returns OTHER_VERSION if the worker has another.
     """
 
     def use(decoder: Decoder) -> Drawn | Failed:

@@ -1,11 +1,11 @@
-"""Our decoder in a process of its own; parameters pass through files.
+"""Our decoder in a process of its own; parameters are handed over in files.
 
     here                            the process
     hand_over: version-3 ──file──>  reads it, returns its fingerprint
     draw:      prompts, key ──────> the program of `iteration.sample`
     rollout    <─────────────────── tokens, log-probs
 
-It draws what our decoder here draws, to the bit, on a machine of the same kind.
+On the same kind of hardware its draws equal those of `--sampler here` to the bit.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from rlhf_jax.verification.workers import Ended, Workers
 
 Array = jax.Array
 Params = Any
-STARTED = 60.0  # seconds for the process to start, beside the timeout
+STARTED = 60.0  # seconds for the process to start, in addition to the timeout
 
 
 class ProcessSampler(contextlib.AbstractContextManager[Any]):
     """A process that samples; a context manager that ends it.
 
-    It starts with the first hand-over, spawned and not forked, with the devices that
-    JAX finds there. It ends with this process, however that ends.
+    The process starts with the first hand-over and uses the devices that JAX finds. It
+    ends with this process, however this process ends.
     """
 
     def __init__(
@@ -52,15 +52,15 @@ class ProcessSampler(contextlib.AbstractContextManager[Any]):
         weights: Path | None = None,
         timeout: float = TIMEOUT,
     ) -> None:
-        """A sampler whose process is not started yet.
+        """Makes a sampler; its process starts later.
 
         Args:
           recipe: without adapters.
           weights: folder for the files; None is the system's temporary folder.
-          timeout: seconds for a hand-over or a draw, compilation included.
+          timeout: seconds per hand-over or draw, including compilation.
 
         Raises:
-          InputError: the folder cannot be written, or the recipe cannot be sent.
+          InputError: the folder is not writable, or the recipe cannot be pickled.
         """
         checks.positive(timeout=timeout)
         self.timeout = timeout
@@ -73,19 +73,19 @@ class ProcessSampler(contextlib.AbstractContextManager[Any]):
         self.close()
 
     def hand_over(self, params: Params, *, version: int) -> float:
-        """Has the next draws made with these parameters, whose file is removed then.
+        """Sends parameters in a file, which is removed afterwards.
 
         Raises:
-          TransientError: the process ended, or took too long.
-          StopError: it failed otherwise.
-          SelfCheckError: it read other parameters than were written.
+          TransientError: the process ended or took too long.
+          StopError: the process failed otherwise.
+          SelfCheckError: the process read other parameters than were written.
           WriteError: the file cannot be written.
         """
-        params = jax.device_get(params)  # shard by shard, on no device together
+        params = jax.device_get(params)  # gathers shards on the host, not on a device
         with self._folder.version(version) as path:
             weight_files.write(path, params)
-            # The process computes the digest of what it read: a file cut short or an
-            # old one cannot pass.
+            # The process computes the fingerprint of the parameters that it read, so a
+            # truncated or old file is detected.
             root = self._call(decoder.load, str(path), version)
         expected = _root(params)
         if root != expected:
@@ -97,17 +97,17 @@ class ProcessSampler(contextlib.AbstractContextManager[Any]):
         return 0.0
 
     def draw(self, prompts: Prompts, *, key: Array, version: int) -> Drawn:
-        """A response to every prompt, as `Decoder.draw`.
+        """Draws a response to every prompt, as `Decoder.draw` does.
 
         Raises:
-          TransientError: the process ended, took too long, or has not this version, as
-            one that was started in place of another.
-          StopError: it failed otherwise.
+          TransientError: the process ended, took too long, or lacks this version since
+            it replaced another process.
+          StopError: the process failed otherwise.
         """
         return self._call(
             decoder.draw,
             jax.tree.map(np.asarray, prompts),
-            # Typed keys cannot be pickled: words and implementation travel apart.
+            # Typed keys cannot be pickled: send key data and implementation.
             np.asarray(jax.random.key_data(key)),
             str(jax.random.key_impl(key)),
             version,
@@ -123,7 +123,7 @@ class ProcessSampler(contextlib.AbstractContextManager[Any]):
         kind, remedy = TransientError, "raise timeout= of --sampler"
         future = self._workers.submit(function, *args, timeout=self.timeout)
         try:
-            # A process counts from when it begins the call.
+            # The workers' timeout counts from when the process begins the call.
             returned = future.result(timeout=self.timeout + STARTED)
         except FutureTimeoutError:
             future.cancel()
@@ -137,8 +137,8 @@ class ProcessSampler(contextlib.AbstractContextManager[Any]):
                 return returned
             kind = StopError
             why, remedy = returned.why, "mend that"
-            # A process that was replaced has no parameters: handing over again mends
-            # that.
+            # A new process in place of another has no parameters until the next
+            # hand-over.
             if returned == decoder.OTHER_VERSION:
                 kind, remedy = TransientError, "hand that version over first"
         raise kind(
@@ -148,7 +148,7 @@ class ProcessSampler(contextlib.AbstractContextManager[Any]):
 
 
 def _root(params: Params) -> str:
-    """Of the fingerprint of arrays on the host, one leaf on the device at a time."""
+    """Computes the fingerprint's root, with one leaf on the device at a time."""
     pairs = [
         jax.device_get(fingerprint.digest(jnp.asarray(leaf), path=path))
         for path, leaf in zip(

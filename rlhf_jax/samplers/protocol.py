@@ -1,13 +1,13 @@
-"""What a sampler is: it is handed parameters, and draws responses to prompts.
+"""The protocol of a sampler, which gets parameters and draws responses to prompts.
 
     sampler.hand_over(params, version=3)
     drawn = sampler.draw(prompts, key=key, version=3)
     rollout = protocol.rollout_of(prompts, drawn, version=3)
 
-Prompts and responses are on the host: a sampler may be another process, or another
-program. It keeps the parameters of one version, the last that was handed over. A draw
-is a function of the prompts, the key and the weights, so that asking again after a
-`TransientError` is safe and gives the same responses (`Retries`).
+Prompts and responses are on the host, since a sampler may be another process or
+program. A sampler keeps only the version of the parameters that was handed over last. A
+draw is a function of the prompts, the key and the weights, so it can be repeated after
+a `TransientError` with the same responses (`Retries`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from rlhf_jax.samplers import TRIES
 Array = jax.Array
 Params = Any
 Result = TypeVar("Result")
-SECONDS = 1.0  # before the second try
-MOST_SECONDS = 60.0
+SECONDS = 1.0  # pause before the second try
+MOST_SECONDS = 60.0  # longest pause
 
 
 class Drawn(NamedTuple):
@@ -39,65 +39,65 @@ class Drawn(NamedTuple):
     tokens    sat  down EOS   ·      lengths 3
     """
 
-    tokens: Any  # i32[B, R], a stop token included where one ended the response
-    # f32[B, R], nats, of the distribution that each token was drawn from; 0 behind
+    tokens: Any  # i32[B, R], including the stop token if one ended the response
+    # f32[B, R], nats, of the distribution that each token was drawn from; 0 after it
     sampler_logprobs: Any
     lengths: Any  # i32[B], 1 to R
-    entropy: Any = None  # f32[B, R], nats, 0 behind; None where a sampler has none
+    entropy: Any = None  # f32[B, R], nats, 0 after the response; None if not reported
 
 
 class Sampler(Protocol):
     """Draws responses with parameters that were handed over before."""
 
     def hand_over(self, params: Params, *, version: int) -> float:
-        """Has the next draws made with these parameters, and checks that they are.
+        """Sets the parameters of the next draws, and checks that the sampler uses them.
 
         Args:
           params: of the policy, on its devices or the host.
-          version: of the policy, iterations done.
+          version: of the policy: the number of iterations done.
 
         Returns:
-          How far the sampler's log-probs are from the trainer's, nats per token: the
-          largest mean distance of a response of the check; 0 where the parameters
-          themselves were compared.
+          The distance of the sampler's log-probs from the trainer's, nats per token:
+          the largest mean distance of a response; 0 if the parameters themselves were
+          compared.
 
         Raises:
-          StopError: the sampler did not take them.
-          SelfCheckError: it draws with others.
+          StopError: the sampler did not take the parameters.
+          SelfCheckError: the sampler draws with other parameters.
         """
         ...
 
     def draw(self, prompts: Prompts, *, key: Array, version: int) -> Drawn:
-        """A response to every prompt.
+        """Draws a response to every prompt.
 
         Args:
           prompts: Prompts[B, P], on the host.
-          key: of the step; a row's draws are seeded with it, with `prompts.index` and
-            with `prompts.sample`.
-          version: that was handed over last.
+          key: of the step; the draws of a row are seeded with it, `prompts.index` and
+            `prompts.sample`.
+          version: the version that was handed over last.
 
         Raises:
-          StopError: the sampler failed, or what it returned is no such response.
+          StopError: the sampler failed or returned an invalid response.
         """
         ...
 
     def close(self) -> None:
-        """Ends what the sampler has started, and removes its files."""
+        """Ends the sampler's processes and requests, and removes its files."""
         ...
 
 
 def rollout_of(prompts: Prompts, drawn: Drawn, *, version: int | None) -> Rollout:
-    """Prompts and responses as the record of an iteration, in NumPy arrays.
+    """Joins prompts and responses into a rollout of NumPy arrays.
 
-    The sampler's log-probs are `old_logprobs`: a ratio to them corrects for a sampler
-    that is not quite the trainer, or the importance weights of a `sampler_correction`
-    do. Without an entropy of the sampler's, that of a token is estimated by -log μ of
-    the token that was drawn, whose expectation it is.
+    The sampler's log-probs become `old_logprobs`, so probability ratios, or the
+    importance weights of a `sampler_correction`, correct for differences between
+    sampler and trainer. If the sampler reports no entropy, it is estimated by -log μ of
+    the drawn token, whose expectation it is.
 
     Args:
       prompts: Prompts[B, P], on the host.
-      drawn: of R columns.
-      version: of the policy that drew; None stamps no token.
+      drawn: responses of R columns.
+      version: of the policy that drew; None records no version.
 
     Returns:
       Rollout[B, P + R].
@@ -140,10 +140,10 @@ class TransientError(StopError):
 
 
 class Retries:
-    """Tries calls again after a `TransientError`; counts how often."""
+    """Repeats calls after a `TransientError`, and counts the repetitions."""
 
     def __init__(self, tries: int = TRIES) -> None:
-        """At most `tries` of a call, the first included."""
+        """Allows at most `tries` attempts of a call, including the first."""
         checks.positive(tries=tries)
         self.tries, self.count = tries, 0
 
@@ -153,13 +153,13 @@ class Retries:
         *,
         after: type[TransientError] = TransientError,
     ) -> Result:
-        """What `call` returns, by the last try at the latest.
+        """Returns the result of `call`, repeating it if necessary.
 
         Args:
-          after: failures that it is tried again after.
+          after: the failures after which `call` is repeated.
 
         Raises:
-          StopError: all tries failed. Whatever else `call` raises, at once.
+          StopError: all tries failed. Other errors of `call` are raised at once.
         """
         number, pause = 1, SECONDS
         while True:

@@ -1,11 +1,11 @@
-"""Checkpoints as servers load them, again and again.
+"""Writes checkpoints that servers can reload.
 
     python -m rlhf_jax.samplers.served MODEL FOLDER
     vllm serve FOLDER ...
 
-The output head is written beside the embedding also where the policy ties them. Of a
-checkpoint without it vLLM 0.32 reloads the embedding alone, and a tied head stays as it
-was (seen with GPT-2 and Llama).
+The output head is always written, even if the policy ties it to the embedding: from a
+checkpoint without a head vLLM 0.32 reloads only the embedding, and keeps the old head
+(observed with GPT-2 and Llama).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ USAGE = "python -m rlhf_jax.samplers.served MODEL FOLDER"
 
 
 def untied(model: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
-    """The same function with an output head of its own.
+    """Returns an equal model whose output head is not tied to the embedding.
 
-    A family whose checkpoints tie the two always stays as it is.
+    Models of families whose checkpoints cannot untie them are returned unchanged.
     """
     if not model.tied_head:
         return model, params
@@ -41,13 +41,13 @@ def untied(model: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
 def save(
     path: Path, model: ModelConfig, params: Params, *, tokenizer: Any = None, **ids: Any
 ) -> None:
-    """Writes a checkpoint to serve: all of it, or nothing.
+    """Writes a checkpoint to serve, all or nothing.
 
     Args:
       path: a folder that does not exist yet.
       params: f32, of the policy.
       tokenizer: written beside the weights; a reload needs none.
-      ids: `stop_ids` of config.json.
+      ids: `stop_ids`, as for `hf.save`.
 
     Raises:
       InputError: the folder is in use, or the family cannot express the model.
@@ -57,7 +57,7 @@ def save(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Writes FOLDER, and says how to serve it."""
+    """Writes FOLDER, and prints the command that serves it."""
     words = sys.argv[1:] if argv is None else list(argv)
     if len(words) != 2 or words[0].startswith("-"):
         sys.exit(f"usage: {USAGE}")

@@ -1,13 +1,13 @@
-"""A server that samples: completions as OpenAI has them, weights as safetensors.
+"""Samples with a server: OpenAI-compatible completions, weights as safetensors.
 
     hand_over   FOLDER/version-3 ──reload_weights──> server, prefix cache emptied
                 responses to fixed prompts: its log-probs against the trainer's
     draw        a request for each row ──> token ids and log-probs
 
-It speaks to vLLM's server in its development mode (VLLM_SERVER_DEV_MODE=1), whose
-`/collective_rpc` reloads weights from a path. The server reads that path itself, so it
-is on this machine or on a shared file system. Responses are seeded by key and row: a
-run asks for the same ones again, but whether it gets them is the server's to say.
+The server is vLLM's in its development mode (VLLM_SERVER_DEV_MODE=1), whose
+`/collective_rpc` reloads weights from a path. The server must be able to read that path
+itself, so it is on this machine or a shared file system. Requests are seeded by key and
+row, but the server need not give equal responses to equal requests.
 """
 
 from __future__ import annotations
@@ -62,25 +62,25 @@ class ServerSampler(contextlib.AbstractContextManager[Any]):
         retries: Retries | None = None,
         save: Callable[..., None] = served.save,
     ) -> None:
-        """Asks the server what it serves.
+        """Checks that the server has the model.
 
         Args:
           url: http://HOST:PORT.
           recipe: without adapters; responses end at its stop ids.
-          tolerance: of the distance of log-probs after a hand-over, mean of a response,
-            nats per token.
+          tolerance: the largest mean distance of a response's log-probs from the
+            trainer's after a hand-over, nats per token.
           mesh: of the policy; None is one device.
-          model: its name at the server; None is the only one there.
-          weights: folder that the server reads too; None is the system's temporary
+          model: the model's name at the server; None is the only one there.
+          weights: folder that the server can read; None is the system's temporary
             folder.
-          timeout: seconds for an answer.
-          retries: of the requests that an overloaded server did not answer; None is
+          timeout: seconds per answer.
+          retries: repeats requests that an overloaded server did not answer; None is
             the default.
           save: writes the checkpoint of a hand-over.
 
         Raises:
-          InputError: nothing answers, there is no such model, its context is shorter
-            than a response, or the folder cannot be written.
+          InputError: the server does not answer or lacks the model, its context is
+            shorter than a response, or the folder is not writable.
         """
         checks.positive(timeout=timeout, tolerance=tolerance)
         self._recipe, self._save = recipe, save
@@ -90,8 +90,7 @@ class ServerSampler(contextlib.AbstractContextManager[Any]):
         self._server = Connection(url, timeout=timeout)
         self._model = self._served(model)
         self._folder = weight_files.HandOverFolder(weights)
-        # Many requests at a time, so that the server batches them; the answers' order
-        # is ours.
+        # Concurrent requests, so that the server can batch them.
         self._threads = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="draws")
         self._seeds = jax.jit(_seeds)
 
@@ -102,8 +101,8 @@ class ServerSampler(contextlib.AbstractContextManager[Any]):
         """Has the server load these parameters, and compares its log-probs.
 
         Raises:
-          ServerError: it cannot, or it is gone.
-          SelfCheckError: it samples with others.
+          ServerError: the server cannot load them, or does not answer.
+          SelfCheckError: the server samples with other parameters.
           WriteError: the checkpoint cannot be written.
         """
         recipe = self._recipe
@@ -120,7 +119,7 @@ class ServerSampler(contextlib.AbstractContextManager[Any]):
                     f"model with {HOW}, where that folder can be read "
                     f"(weights= of --sampler), and see what it printed"
                 ) from error
-        # Keys and values of prompts that the old weights computed would be read again.
+        # Otherwise keys and values of the old weights would be reused for prompts.
         emptied = self._server.post("/reset_prefix_cache", {})
         if emptied.get("success") is False:
             raise ServerError(
@@ -136,20 +135,20 @@ class ServerSampler(contextlib.AbstractContextManager[Any]):
         return self._agreement.require(params, drawn)
 
     def draw(self, prompts: Prompts, *, key: Array, version: int) -> Drawn:
-        """A response to every prompt.
+        """Draws a response to every prompt.
 
         Raises:
-          ServerError: the server is gone, or its answers are no such responses.
+          ServerError: the server does not answer, or an answer is invalid.
           InputError: a prompt has no tokens.
         """
-        del version  # the last that was handed over
-        sample_key, _ = jax.random.split(key)  # as our decoder takes it
+        del version  # always the one handed over last
+        sample_key, _ = jax.random.split(key)  # as in our decoder
         return self._draw(
             prompts, key=sample_key, max_new_tokens=self._recipe.max_new_tokens
         )
 
     def close(self) -> None:
-        """Ends what is asked, and removes the files."""
+        """Cancels requests that are waiting, and removes the files."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._folder.close()
 
@@ -185,7 +184,7 @@ class ServerSampler(contextlib.AbstractContextManager[Any]):
         )
         rows = len(requests)
         tokens = np.zeros((rows, max_new_tokens), np.int32)
-        # Padded to R columns, as a rollout's shape must not depend on the responses.
+        # Padded to R columns, so that the rollout's shape is fixed.
         logprobs = np.zeros((rows, max_new_tokens), np.float32)
         lengths = np.zeros(rows, np.int32)
         for row, response in responses.items():
@@ -199,12 +198,12 @@ class ServerSampler(contextlib.AbstractContextManager[Any]):
         requests: list[dict[str, Any]],
         responses: dict[int, completions.Response],
     ) -> None:
-        """Adds the responses that are missing.
+        """Requests the responses that are still missing.
 
         Raises:
-          Overloaded: some requests were not answered; all of them were made.
-          ServerError: another failure, after which no further request is begun. Where
-            it is unreachable the next answer may be a new server's, with old weights.
+          Overloaded: some requests were not answered; all were made.
+          ServerError: another failure, after which no further request is made. After
+            `Unreachable` a restarted server may have old weights.
         """
         futures = {
             row: self._threads.submit(self._respond, request)
@@ -236,7 +235,7 @@ class ServerSampler(contextlib.AbstractContextManager[Any]):
         )
 
     def _served(self, name: str | None) -> str:
-        """The model's name at the server, whose context must hold a response."""
+        """Returns the model's name at the server, and checks its context."""
         try:
             answer = self._server.get("/v1/models")
         except ServerError as error:
@@ -269,8 +268,7 @@ class ServerSampler(contextlib.AbstractContextManager[Any]):
 
 
 def _seeds(key: Array, *, index: Array, sample: Array) -> Array:
-    """u32[B], below 2^31: of each row, whatever batch it stands in."""
+    """u32[B], a seed below 2^31 for each row, independent of the batch."""
     keys = decode.row_keys(key, index=index, sample=sample)
-    # A server takes one integer per request: that of the row's key, below 2^31 as a
-    # signed one is.
+    # Servers take a signed 32-bit integer.
     return jax.vmap(lambda own: jax.random.bits(own, dtype=jnp.uint32) >> 1)(keys)

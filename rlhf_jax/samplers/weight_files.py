@@ -1,4 +1,4 @@
-"""Parameters that pass through files: whole or not there, and removed afterwards.
+"""Hands parameters over in files, which appear atomically and are removed afterwards.
 
 FOLDER/rlhf-jax-hand-over-HOST-PID-XXXX/version-3       a file, or a checkpoint's folder
 """
@@ -28,16 +28,16 @@ SEPARATOR = "/"
 
 
 class HandOverFolder:
-    """A folder of one sampler's, in which each version is written and removed."""
+    """A sampler's folder, in which each version is written and then removed."""
 
     def __init__(self, parent: Path | None) -> None:
         """Makes the folder.
 
         Args:
-          parent: where it is made; None is the system's temporary folder.
+          parent: the folder that contains it; None is the system's temporary folder.
 
         Raises:
-          InputError: it cannot be made there.
+          InputError: the folder cannot be made.
         """
         try:
             if parent is None:
@@ -46,7 +46,7 @@ class HandOverFolder:
             _remove_left_behind(parent)
             prefix = f"{_prefix()}{os.getpid()}-"
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent)).absolute()
-            os.chmod(self.path, 0o755)  # a server may be another user's
+            os.chmod(self.path, 0o755)  # a server may run as another user
         except OSError as error:
             raise InputError(
                 f"--sampler: expected a folder weights= in which files can be written, "
@@ -55,9 +55,9 @@ class HandOverFolder:
 
     @contextlib.contextmanager
     def version(self, number: int) -> Iterator[Path]:
-        """The path of a version, which is removed with everything in it at the end."""
+        """Yields the path of a version, which is removed at the end."""
         path = self.path / f"version-{number}"
-        _remove(path)  # of a hand-over that failed
+        _remove(path)  # left by a hand-over that failed
         try:
             yield path
         finally:
@@ -69,22 +69,22 @@ class HandOverFolder:
 
 
 def write(path: Path, params: Params) -> None:
-    """All leaves of nested dicts as one safetensors file, which appears whole.
+    """Writes all leaves of nested dicts into one safetensors file, atomically.
 
     Raises:
-      WriteError: it cannot be written.
+      WriteError: the file cannot be written.
     """
     partial = path.with_name(f".{path.name}.partial")
     with write_errors.writing(path):
         leaves = flax.traverse_util.flatten_dict(params, sep=SEPARATOR)
         flat = {name: np.ascontiguousarray(leaf) for name, leaf in leaves.items()}
         shards.save(flat, partial, metadata={})
-        # Atomic: a reader finds the whole file or none.
+        # Atomic: a reader never sees a partial file.
         os.replace(partial, path)
 
 
 def read(path: Path) -> Params:
-    """The nested dicts of `write`.
+    """Reads the nested dicts that `write` wrote.
 
     Raises:
       InputError: the file is missing or truncated.
@@ -96,7 +96,7 @@ def read(path: Path) -> Params:
 
 
 def _prefix() -> str:
-    """Of this machine's folders, as the folder may be shared with others."""
+    """Names this machine in the folder's prefix: `parent` may be shared with others."""
     return f"{PREFIX}{socket.gethostname()}-"
 
 
@@ -105,13 +105,13 @@ def _remove_left_behind(parent: Path) -> None:
     for path in parent.glob(f"{glob.escape(_prefix())}*"):
         pid = path.name.removeprefix(_prefix()).partition("-")[0]
         if not pid.isdecimal():
-            continue  # of another machine, whose name begins as this one's
+            continue  # of another machine, whose name begins like this one's
         try:
             os.kill(int(pid), 0)
         except ProcessLookupError:
             _remove(path)
         except OSError:
-            pass  # another user's, which is alive
+            pass  # a live process of another user
 
 
 def _remove(path: Path) -> None:

@@ -1,1 +1,1 @@
-"""Many runs as one question: a grid of options, seeds, and what the answer is."""
+"""Sweeps: runs over a grid of options and seeds that answer one question."""

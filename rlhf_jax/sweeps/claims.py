@@ -1,13 +1,13 @@
-"""What a sweep says of its cells, and whether the seeds bear it out.
+"""Claims about the cells of a sweep, and whether its seeds support them.
 
     gold(kl_coef=0.2) > gold(kl_coef=0)
     score(kl_coef=0.2) - score(kl_coef=0) > -0.5
     gold(estimator="k3") < 2 * gold(estimator="k1")
 
-A measure is called with what its cells have in the grid (penalty.value_estimator is
-value_estimator here); several cells that fit count by their mean. Equal seeds draw
-equal prompts and keys, so the two sides are subtracted seed by seed: the claim is borne
-out if the 95% interval of the mean difference is above 0.
+A measure is called with settings of the grid (penalty.value_estimator is shortened to
+value_estimator). If several cells match, their mean counts. Equal seeds draw equal
+prompts and keys, so the two sides are subtracted seed by seed. A claim is answered yes
+if the 95% interval of the mean difference is above 0.
 """
 
 from __future__ import annotations
@@ -30,32 +30,31 @@ from rlhf_jax.sweeps.declaration import Cell, Value, short
 from rlhf_jax.sweeps.statistics import Interval
 
 Numbers = Mapping[int, float]  # {seed: value}
-# (measure, settings of the grid) -> the values of the cells that have them
+# (measure, settings of the grid) -> mean over the matching cells, by seed
 Lookup = Callable[[str, Mapping[str, Value]], Numbers]
 Answer = Literal["yes", "no", "not enough seeds"]
 FEW = 3  # seeds
-MOST = 10**6  # seeds, beyond which nobody asks
+MOST = 10**6  # seeds, the largest number considered
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 FORM = "MEASURE(OPTION=VALUE) > MEASURE(OPTION=VALUE), with +, -, * and numbers"
 
 
 class Answered(NamedTuple):
-    """A claim and what the seeds say."""
+    """The answer to a claim, and its numbers."""
 
     answer: Answer
-    seeds: int  # that both sides have
-    # Of the side that the claim has larger less the other, the mean over seeds.
-    difference: float | None
+    seeds: int  # number that both sides have
+    difference: float | None  # mean over seeds of the side claimed larger - the other
     interval: Interval | None
 
 
 def answer(claim: str, *, lookup: Lookup) -> Answered:
-    """Whether a claim is borne out.
+    """Answers a claim.
 
     Returns:
-      "yes" where the interval of the difference is above 0, "no" where it is below or
-      every difference is 0, else "not enough seeds". Fewer than FEW equal differences
-      may be equal by chance, and answer nothing.
+      "yes" if the interval of the difference is above 0, "no" if it is below or every
+      difference is 0, else "not enough seeds". Fewer than FEW equal differences may be
+      equal by chance, and answer nothing.
     """
     left, larger, right = _sides(claim)
     sides = [_value(side, claim=claim, lookup=lookup) for side in (left, right)]
@@ -79,18 +78,19 @@ def _verdict(interval: Interval | None, *, seeds: int) -> Answer:
 
 
 def seeds_needed(answered: Answered) -> int | None:
-    """With how many seeds an open claim would be answered, at the spread seen.
+    """Returns the number of seeds that would answer an open claim.
 
-    The least N whose t interval around the mean difference m leaves 0 out,
+    It is the least N whose t interval around the mean difference m excludes 0,
 
         t(0.975, N - 1)·s/√N < |m|,
 
-    with m and the deviation s of the differences as they are. Differences that are all
-    equal are answered with FEW seeds. Where the true difference is m, about half of
-    the sweeps of N seeds are answered, as half of them see a smaller one: plan more.
+    where m and s are the present mean and standard deviation of the differences. If all
+    differences are equal, it is FEW. If the true difference is m, about half of the
+    sweeps with N seeds measure a smaller one and stay open, so plan more.
 
     Returns:
-      None with one seed or none, which has no spread, and beyond MOST, as with m = 0.
+      N; None with fewer than two seeds, which have no spread, and above MOST, as if
+      m = 0.
 
     Source: Student 1908; on the half, Kupper & Hafner 1989, The American Statistician
     43(2).
@@ -100,7 +100,7 @@ def seeds_needed(answered: Answered) -> int | None:
     half = (answered.interval.high - answered.interval.low) / 2
     if half == 0:
         return FEW
-    # Half-widths of a deviation of 1 fall with N; the one needed is below m/s.
+    # Half-widths for s = 1 decrease with N; the first one below |m|/s is needed.
     deviation = half / statistics.half_width(1.0, seeds=answered.seeds)
     counts = range(2, MOST + 1)
     needed = bisect.bisect_right(
@@ -114,7 +114,7 @@ def seeds_needed(answered: Answered) -> int | None:
 def lookup_in(
     cells: Sequence[Cell], values: Mapping[str, Mapping[Cell, Numbers]]
 ) -> Lookup:
-    """A lookup among all cells of a sweep, in the numbers of each measure and cell."""
+    """Returns a lookup over all cells of a sweep, in {measure: {cell: numbers}}."""
 
     def lookup(measure: str, settings: Mapping[str, Value]) -> Numbers:
         if measure not in values:
@@ -143,9 +143,9 @@ def lookup_in(
 
 
 def _has(cell: Cell, key: str, value: Value) -> bool:
-    """Whether a cell has the setting of a claim; a number is not True or False.
+    """Whether a cell has a setting of a claim; 1 and 0 do not match True and False.
 
-    The key is the last part of the option's name, or with _ for . and - all of it.
+    The key is the last part of the option's name, or the whole name with _ for . and -.
     """
     values = dict(cell.values)
     by_name = {short(name, among=values): value for name, value in values.items()}
@@ -159,7 +159,7 @@ def _has(cell: Cell, key: str, value: Value) -> bool:
 
 
 def _sides(claim: str) -> tuple[ast.expr, bool, ast.expr]:
-    """Its two sides, and whether the left one is said to be larger."""
+    """The two sides of a claim, and whether it says that the left one is larger."""
     match parsing.expression(claim, _source(claim)):
         case ast.Compare(left, [ast.Gt() | ast.Lt() as operation], [right]):
             return left, isinstance(operation, ast.Gt), right
@@ -167,7 +167,6 @@ def _sides(claim: str) -> tuple[ast.expr, bool, ast.expr]:
 
 
 def _value(node: ast.expr, *, claim: str, lookup: Lookup) -> Numbers | float:
-    """An expression as a number, or as numbers by seed."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(
             number, bool
@@ -191,7 +190,6 @@ def _value(node: ast.expr, *, claim: str, lookup: Lookup) -> Numbers | float:
 def _called(
     name: ast.expr, keywords: Sequence[ast.keyword], *, claim: str, lookup: Lookup
 ) -> Numbers:
-    """A measure called with settings."""
     settings: dict[str, Value] = {}
     for keyword in keywords:
         try:
@@ -212,9 +210,9 @@ def _combined(
     left: Numbers | float,
     right: Numbers | float,
 ) -> Numbers | float:
-    """Seed by seed, where both sides have the seed; a number is that of every seed.
+    """Combines two sides by seed, for the seeds of both; a number has every seed.
 
-    A result beyond float64 is left out, as a run without a number is.
+    A result that overflows float64 is left out, like a run without a number.
     """
     if isinstance(left, Mapping):
         seeds = [

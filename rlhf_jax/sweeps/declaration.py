@@ -1,7 +1,7 @@
-"""The file that declares a sweep, in TOML or Python; README.md shows one.
+"""Reads the file that declares a sweep, in TOML or Python; README.md shows one.
 
-A Python file has the same names at its top level, so that a grid may be computed. A
-value of the grid may set several options, and name a trainer of its own:
+A Python file has the same names at its top level, so it can compute the grid. A value
+of the grid may set several options, and name a trainer of its own:
 
     penalty = [
         { label = "none", kl_coef = 0.0 },
@@ -25,39 +25,39 @@ from typing import Any
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import parsing
 
-Value = Any  # of an option: a number, text, bool, or a list of those
+Value = Any  # value of an option: a number, text, bool, or a list of these
 FIELDS = (
     *("question", "trainer", "program", "seeds"),
     *("options", "grid", "measures", "claims", "slurm"),
 )
-OF_A_RUN = ("out", "seed", "resume", "resume_from", "config")  # the sweep gives these
+OF_A_RUN = ("out", "seed", "resume", "resume_from", "config")  # set by the sweep
 TRAINER = "trainer"
-LABEL = "label"  # of a value of the grid that sets several options
-LONGEST_NAME = 200  # bytes of a cell's folder
+LABEL = "label"  # key of a value of the grid that sets several options
+LONGEST_NAME = 200  # bytes of a cell's name
 
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """A number of a run, by where it is."""
+    """A number of a run, in metrics.jsonl or summary.json."""
 
-    metric: str | None = None  # of metrics.jsonl
-    last: int = 1  # rows that have the metric, of which the mean is taken
-    summary: str | None = None  # of summary.json; "policy.gold" is within "policy"
+    metric: str | None = None  # name in metrics.jsonl
+    last: int = 1  # last rows with the metric over which the mean is taken
+    summary: str | None = None  # name in summary.json; "policy.gold" is nested
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A combination of the grid."""
+    """One combination of values of the grid."""
 
     values: tuple[tuple[str, Value], ...]  # (name in the grid, value or its label)
-    options: tuple[tuple[str, Value], ...]  # (field, value), of this cell alone
-    trainer: str | None = None  # its own, of a sweep over several
+    options: tuple[tuple[str, Value], ...]  # (field, value) of this cell only
+    trainer: str | None = None  # its own, in a sweep over several trainers
 
     @property
     def name(self) -> str:
-        """As in kl_coef=0.05,value_estimator=k1; "run" without a grid.
+        """For example kl_coef=0.05,value_estimator=k1; "run" without a grid.
 
-        Of an option in a group the last part, unless another one ends with that.
+        An option in a group is shortened to its last part where that is unambiguous.
         """
         shown = ",".join(
             f"{short(name, among=dict(self.values))}={word(value)}"
@@ -71,31 +71,31 @@ class Sweep:
     """A question, and the runs that answer it."""
 
     question: str
-    trainer: str | None  # of `rlhf-jax`; None where each cell has its own
-    program: tuple[str, ...]  # a Python file and its arguments, in place of a trainer
+    trainer: str | None  # command of `rlhf-jax`; None if each cell has its own
+    program: tuple[str, ...]  # a Python file and its arguments, instead of a trainer
     seeds: tuple[int, ...]
     options: Mapping[str, Value]
     cells: tuple[Cell, ...]
     measures: Mapping[str, Measure]
     claims: Mapping[str, str]
-    slurm: Mapping[str, Any]  # parameters of submitit, of every run
+    slurm: Mapping[str, Any]  # parameters of submitit for every run
 
 
 def short(name: str, *, among: Iterable[str]) -> str:
-    """The last part of an option's name, or all of it where another ends so too."""
+    """Returns the last part of an option's name, or all of it if that is ambiguous."""
     last = name.rpartition(".")[2]
     alike = [one for one in among if one.rpartition(".")[2] == last]
     return last if len(alike) == 1 else name
 
 
 def read(path: Path) -> Sweep:
-    """The sweep that a file declares."""
+    """Reads the sweep that a file declares."""
     if path.suffix not in (".toml", ".py"):
         raise InputError(
             f"{path}: expected a sweep in a file that ends with .toml or .py; rename it"
         )
     expected = "a sweep's file that can be read"
-    advice = "see to the file, or name another"
+    advice = "correct the file, or name another"
     if path.suffix == ".toml":
         fields = parsing.read_object(path, expected=expected, advice=advice)
         return declared(fields, source=str(path))
@@ -104,7 +104,7 @@ def read(path: Path) -> Sweep:
         fields = _of_python(path)
     except SystemExit as stop:
         raise source.refusal(f"one that calls sys.exit({stop.code!r:.80})") from stop
-    except Exception as error:  # of the user's own code, or no file
+    except Exception as error:  # from the user's code, or from opening the file
         raise source.refusal(f"{type(error).__name__}: {error}") from error
     if (why := parsing.fault(fields)) is not None:
         raise source.refusal(f"fields {why}")
@@ -112,9 +112,9 @@ def read(path: Path) -> Sweep:
 
 
 def _of_python(path: Path) -> dict[str, Any]:
-    """The fields of a Python file, which may import what is beside it.
+    """The fields of a Python file, which may import modules beside it.
 
-    Names that are almost those of fields are taken for such, and refused as unknown.
+    Names similar to those of fields are included, and later refused as unknown.
     """
     beside = str(path.resolve().parent)
     sys.path.insert(0, beside)
@@ -130,7 +130,7 @@ def _of_python(path: Path) -> dict[str, Any]:
 
 
 def declared(fields: Mapping[str, Any], *, source: str) -> Sweep:
-    """The sweep of fields by name, as a file has them; errors name their source."""
+    """Makes a sweep from the fields of a file; errors name their `source`."""
     for name in fields:
         if name not in FIELDS:
             near = difflib.get_close_matches(name, FIELDS, n=1)
@@ -185,7 +185,7 @@ def declared(fields: Mapping[str, Any], *, source: str) -> Sweep:
 
 
 def _table(fields: Mapping[str, Any], name: str, *, source: str) -> dict[str, Any]:
-    """A field that is a table; nested tables are options of a group, "ppo.lam"."""
+    """Reads a field that is a table; nested tables are groups of options, "ppo.lam"."""
     table = fields.get(name, {})
     if not isinstance(table, Mapping):
         raise InputError(
@@ -216,7 +216,7 @@ def _seeds(seeds: Any, *, source: str) -> tuple[int, ...]:
 def _cells(
     grid: Mapping[str, Any], *, fixed: Mapping[str, Any], source: str
 ) -> tuple[Cell, ...]:
-    """Every combination of a grid whose options are not those `fixed` for all."""
+    """Makes every combination of a grid; its options must not be in `fixed`."""
     for name, values in grid.items():
         if not isinstance(values, Sequence) or isinstance(values, str) or not values:
             raise InputError(
@@ -258,7 +258,7 @@ def _cells(
 
 
 def _with_trainer(cell: Cell, *, source: str) -> Cell:
-    """The cell of an axis of trainers."""
+    """Moves the trainer of a cell from its options to its own field."""
     options = dict(cell.options)
     trainer = options.pop(TRAINER, None)
     if not isinstance(trainer, str):
@@ -271,7 +271,7 @@ def _with_trainer(cell: Cell, *, source: str) -> Cell:
 
 
 def measure(name: str, value: Any, *, source: str) -> Measure:
-    """A measure as a file declares it: a metric, or where it is."""
+    """Reads a measure: a metric's name, or a table with the fields of `Measure`."""
     fields: dict[str, Any] = {"metric": value} if isinstance(value, str) else value
     try:
         made = Measure(**fields)
@@ -291,7 +291,7 @@ def measure(name: str, value: Any, *, source: str) -> Measure:
 
 
 def words(option: str, value: Value) -> list[str]:
-    """An option of a command line: True is --name, False --no-name, a list words."""
+    """Returns an option's words on a command line; True is --name, False --no-name."""
     name = option.replace("_", "-")
     if isinstance(value, bool):
         *groups, last = name.split(".")
@@ -302,12 +302,12 @@ def words(option: str, value: Value) -> list[str]:
 
 
 def hashable(value: Value) -> Value:
-    """Lists, of any depth, as tuples."""
+    """Returns a value with lists of any depth as tuples."""
     return tuple(map(hashable, value)) if isinstance(value, list) else value
 
 
 def word(value: Value) -> str:
-    """A value as a command line has it: 1.0 is 1."""
+    """Returns a value as text of a command line; 1.0 is 1."""
     if isinstance(value, float) and math.isfinite(value) and value == int(value):
         return str(int(value))
     return str(value)

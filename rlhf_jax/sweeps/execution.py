@@ -1,7 +1,7 @@
-"""Runs of a sweep, some at a time.
+"""Executes the runs of a sweep, several at a time.
 
-A run that is done is left alone; one that has begun goes on; one that fails is told,
-and the others go on. When the sweep is stopped its runs are, each saved.
+Finished runs are skipped, and runs that have begun are resumed. A failed run is
+reported, and the others continue. If the sweep is stopped, its runs save and stop.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from rlhf_jax.runs.command_line import Interrupt
 from rlhf_jax.sweeps.launchers import Launcher, Process
 from rlhf_jax.sweeps.planned import Planned
 
-BETWEEN = 0.1  # seconds between looks at the processes
+BETWEEN = 0.1  # seconds between polls of the processes
 
 
 class Ended(NamedTuple):
     """A run whose process has ended."""
 
     run: Planned
-    status: int  # its exit status; -N where signal N ended it
+    status: int  # exit status; -N if signal N ended it
     seconds: float
     printed: str  # the last line that it printed
 
     @property
     def failed(self) -> bool:
-        """It is not done."""
+        """Whether the run is unfinished."""
         return not self.run.done
 
     @property
     def why(self) -> str:
-        """Why it is not done, as far as is known."""
+        """The reason why the run is unfinished, as far as it is known."""
         if self.status < 0:
             names = {number.value: number.name for number in signal.Signals}
             return f"ended by {names.get(-self.status, -self.status)}"
@@ -50,10 +50,10 @@ def run_all(
     jobs: int,
     tell: Callable[[Ended], None],
 ) -> list[Ended]:
-    """Runs what is not done, `jobs` at a time, in the order given.
+    """Executes the unfinished runs in order, `jobs` at a time.
 
     Returns:
-      Those that have ended, in that order; `tell` is called with each when it has.
+      The runs in the order in which they ended; `tell` is called with each as it ends.
 
     Raises:
       Interrupted: a signal came; the runs under way were stopped and have saved.
@@ -86,7 +86,7 @@ def run_all(
 
 
 def _last_line(log: Path, *, after: int) -> str:
-    """The last line that is not empty, beyond the bytes of earlier starts."""
+    """The last line of a log that is not empty, after the bytes of earlier starts."""
     try:
         with log.open("rb") as file:
             file.seek(after)

@@ -1,4 +1,4 @@
-"""Where the runs of a sweep are started: on this machine, or on a cluster's."""
+"""Launchers start the runs of a sweep, on this machine or on a cluster."""
 
 from __future__ import annotations
 
@@ -17,40 +17,41 @@ from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.sweeps import tied, worker
 from rlhf_jax.sweeps.planned import Planned
 
-BETWEEN = 1.0  # seconds between looks at a job that is to end
-BETWEEN_ANSWERS = 0.05  # seconds between looks at a worker that is to end its run
-LEAVING = 5.0  # seconds that a process may take to end after its last run
+BETWEEN = 1.0  # seconds between polls of a job
+BETWEEN_ANSWERS = 0.05  # seconds between polls of a worker
+LEAVING = 5.0  # seconds that a worker may take to end after its last run
 
 
 class Process(Protocol):
     """A run under way; a `subprocess.Popen` is one."""
 
     def poll(self) -> int | None:
-        """Its exit status once it has ended, -N of signal N."""
+        """Returns the exit status, -N for signal N; None while it runs."""
 
     def terminate(self) -> None:
         """Asks it to save and stop."""
 
     def wait(self) -> int:
-        """Waits for its end."""
+        """Waits for its end, and returns the exit status."""
         ...
 
 
 class Launcher(Protocol):
-    """What starts runs."""
+    """Starts runs."""
 
     def start(self, run: Planned) -> Process:
         """Starts a run, whose output goes to its log."""
         ...
 
     def close(self) -> None:
-        """Ends what it keeps after all runs have ended, where it keeps anything."""
+        """Ends processes that it keeps, after all runs have ended."""
 
 
 class Local(Launcher):
-    """A process of this machine for each run, which is killed when the sweep is.
+    """Starts one local process per run, which is killed if the sweep is killed.
 
-    It is in a session of its own: Ctrl-C comes to the sweep, which lets it save.
+    Each process has its own session, so Ctrl-C reaches only the sweep, which lets the
+    run save.
     """
 
     def start(self, run: Planned) -> Process:
@@ -59,25 +60,25 @@ class Local(Launcher):
 
 
 class Workers(Launcher):
-    """Processes of this machine that stay from run to run (`worker`).
+    """Keeps local processes from run to run (`worker`).
 
-    Runs of one process share its compiled programs. As with `Local`, they are killed
-    when the sweep is, and Ctrl-C comes to the sweep alone. One that is full
+    Runs in one process share its compiled programs. As with `Local`, processes are
+    killed with the sweep, and Ctrl-C reaches only the sweep. A full process
     (`worker.full`) is replaced.
     """
 
     def __init__(self) -> None:
         self._idle: list[_Worker] = []
-        self._leaving: list[_Worker] = []  # full; a run may have left threads in one
+        self._leaving: list[_Worker] = []  # full; threads of a run may delay their end
 
     def start(self, run: Planned) -> Process:
-        """Gives a run to a process that is idle, or to a new one."""
+        """Gives a run to an idle process, or to a new one."""
         run.log.parent.mkdir(parents=True, exist_ok=True)
         while self._idle:
             chosen = self._idle.pop()
             try:
                 chosen.give(run)
-            except BrokenPipeError:  # something has ended it since its last run
+            except BrokenPipeError:  # the process has ended since its last run
                 chosen.end()
             else:
                 return chosen
@@ -86,7 +87,7 @@ class Workers(Launcher):
         return chosen
 
     def close(self) -> None:
-        """Ends the processes, whose runs have ended."""
+        """Ends all processes, after their runs have ended."""
         for idle in self._idle:
             idle.end()
         self._idle.clear()
@@ -96,15 +97,15 @@ class Workers(Launcher):
 
 
 class _Worker:
-    """A process that stays; a `Process` of the run that it was given last."""
+    """A process that is kept; as a `Process` it stands for its latest run."""
 
     def __init__(
         self, idle: list[_Worker], leaving: list[_Worker], *, log: Path
     ) -> None:
-        """Starts it.
+        """Starts the process.
 
-        It puts itself in `idle` when its run has ended, in `leaving` if that was its
-        last. The log is for what is printed before its first run.
+        It adds itself to `idle` when its run has ended, or to `leaving` if the process
+        does no further run. `log` takes the output before the first run.
         """
         self._idle, self._leaving = idle, leaving
         self._status: int | None = None
@@ -123,7 +124,7 @@ class _Worker:
         self._answers = os.fdopen(reading)
 
     def give(self, run: Planned) -> None:
-        """Has it do a run, while it does none."""
+        """Gives the idle process a run."""
         assert self._process.stdin is not None
         self._status = None
         log = str(run.log.resolve())
@@ -147,7 +148,7 @@ class _Worker:
         return status
 
     def _take(self, answered: bool) -> None:
-        """Takes its answer, or its end where the run took the process with it."""
+        """Reads the status of a run, or of the process if the run ended it."""
         line = self._answers.readline() if answered else ""
         if not line:
             self._status = self.end()
@@ -157,9 +158,9 @@ class _Worker:
         (self._leaving if worker.LAST in last else self._idle).append(self)
 
     def end(self, *, within: float | None = None) -> int:
-        """Lets it end, or kills it after so many seconds; its exit status."""
+        """Lets the process end, or kills it after `within` s; returns its status."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # of what it has not taken
+        with contextlib.suppress(BrokenPipeError):  # input that was not read
             self._process.stdin.close()
         self._answers.close()
         try:
@@ -170,29 +171,29 @@ class _Worker:
 
 
 class Submitit(Launcher):
-    """A job of Slurm for each run, through `submitit`.
+    """Submits one Slurm job per run, through `submitit`.
 
-    Jobs outlive a sweep that is killed; start it again when they have ended. One that
-    comes to its time limit has failed, and goes on when the sweep is started again.
+    Jobs outlive a sweep that is killed; start it again when they have ended. A job that
+    reaches its time limit has failed, and resumes when the sweep is started again.
     """
 
     def __init__(
         self, folder: Path, *, parameters: Mapping[str, Any], cluster: str = "slurm"
     ) -> None:
-        """Starts nothing yet.
+        """Prepares the executor; no job is submitted yet.
 
         Args:
-          folder: for the files of jobs, which all machines see.
-          parameters: of `submitit.AutoExecutor.update_parameters`, as
+          folder: folder for the files of jobs, on a disk that all machines share.
+          parameters: of `submitit.AutoExecutor.update_parameters`, such as
             {"timeout_min": 60, "gpus_per_node": 1, "slurm_partition": "long"}.
-          cluster: "slurm", or "local" for processes that stand for jobs.
+          cluster: "slurm", or "local" for local processes instead of jobs.
         """
         try:
             import submitit
 
             self._executor = submitit.AutoExecutor(folder=folder, cluster=cluster)
             self._executor.update_parameters(**parameters)
-        except Exception as error:  # of several kinds, and NameError among them
+        except Exception as error:  # submitit raises many types, even NameError
             raise InputError(
                 f"--launcher slurm: expected the package submitit, a cluster and its "
                 f"parameters, got: {error}; pip install 'rlhf-jax[slurm]', start it "
@@ -203,19 +204,19 @@ class Submitit(Launcher):
         """Submits a run, whose output goes to its log.
 
         Raises:
-          StopError: the cluster takes no job.
+          StopError: the cluster refuses the job.
         """
         try:
             return _Job(self._executor.submit(_as_job, run))
         except Exception as error:
             raise StopError(
                 f"--launcher slurm: expected a job of {run.name} to be taken, got: "
-                f"{error}; see to [slurm] of the file, and start the sweep again"
+                f"{error}; check [slurm] in the file, and start the sweep again"
             ) from error
 
 
 class _Job:
-    """A job as a process."""
+    """A job as a `Process`."""
 
     def __init__(self, job: Any) -> None:
         self._job = job
@@ -231,17 +232,17 @@ class _Job:
             time.sleep(BETWEEN)
         try:
             return int(self._job.result())
-        except Exception:  # it was cancelled, or its machine was lost
+        except Exception:  # the job was cancelled, or its machine was lost
             return 1
 
 
 def _as_job(run: Planned) -> int:
-    """In the job, whose signals come to the run too: the run's exit status."""
+    """Runs inside the job, whose signals reach the run too; returns its status."""
     return _process(run).wait()
 
 
 def _tie() -> tuple[str, ...]:
-    """What has a command killed when this process is."""
+    """Prefix of a command that is killed when this process is (`tied`)."""
     return (sys.executable, "-P", "-m", tied.__name__, str(os.getpid()))
 
 

@@ -1,4 +1,4 @@
-"""Numbers of a run that is done, out of its metrics or its summary."""
+"""Reads the measures of finished runs from their metrics or summary."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rlhf_jax.sweeps.declaration import Measure
 
 
 def measured(run: Path, measure: Measure) -> float | None:
-    """The number of a run, of its folder.
+    """Reads a measure from the folder of a run.
 
     Returns:
-      None where the run has it nowhere, or where one of its last values is not finite:
-      a run that diverged has no number.
+      The value; None if the run does not have it, or if one of the last values is not
+      finite, since a run that diverged has no number.
     """
     if measure.summary is not None:
         value: Any = folder.read_summary(run)
@@ -34,9 +34,9 @@ def measured(run: Path, measure: Measure) -> float | None:
 
 
 def absent(measures: Mapping[str, Measure], *, runs: Sequence[Path]) -> list[str]:
-    """What to tell of each measure that no run has, with those that are like it.
+    """Returns a message for each measure that no run has, with similar names.
 
-    There is at least one run, and all are done.
+    There must be at least one run, and all must be finished.
     """
     messages = []
     for name, measure in measures.items():
@@ -48,13 +48,12 @@ def absent(measures: Mapping[str, Measure], *, runs: Sequence[Path]) -> list[str
         where = "summary.json" if measure.summary else "metrics.jsonl"
         messages.append(
             f"measure {name}: expected a finite number in {where}, got {metric}, which "
-            f"no run has; there are {', '.join(near) or 'none'}"
+            f"no run has; known are {', '.join(near) or 'none'}"
         )
     return messages
 
 
 def _known(run: Path, *, of_summary: bool) -> list[str]:
-    """Names of the numbers of a run."""
     if of_summary:
         rows = [resume.flat(folder.read_summary(run))]
     else:

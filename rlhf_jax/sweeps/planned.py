@@ -1,8 +1,8 @@
-"""The runs of a sweep: their commands, their folders, and how far each has come.
+"""The runs of a sweep: their commands, their folders, and which are finished.
 
-OUT/sweep.json                     what the sweep began with, and was last asked
-OUT/runs/kl_coef=0.05/seed_0/      a run folder like any other
-OUT/logs/kl_coef=0.05/seed_0.log   what it printed
+OUT/sweep.json                     the first declaration of the sweep, and the newest
+OUT/runs/kl_coef=0.05/seed_0/      the folder of a run
+OUT/logs/kl_coef=0.05/seed_0.log   the output of a run
 OUT/results.json                   see `results`
 """
 
@@ -44,52 +44,52 @@ SHAPE: parsing.Shape = {
         "cells": [{"values": [[object]], "options": [[object]], "trainer": str | None}],
     },
 }
-ASKED = "asked"  # in sweep.json: what the newest start of the sweep was asked
-SEED = "{seed}"  # in an option: the seed of the run stands there
+ASKED = "asked"  # key in sweep.json: the newest declaration of the sweep
+SEED = "{seed}"  # replaced by the run's seed in an option
 
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """A run of a sweep: one cell from one seed."""
+    """A run of a sweep: one cell and one seed."""
 
     cell: Cell
     seed: int
     folder: Path
     log: Path
     options: tuple[str, ...]  # of its trainer or program, without --resume
-    module: str | None  # what runs it; None of a file or folder, the first of program
-    program: tuple[str, ...]  # before the options
+    module: str | None  # module that runs it; None if `program` begins with a file
+    program: tuple[str, ...]  # arguments before the options
     shown: tuple[str, ...]  # the program as a person types it
 
     @property
     def name(self) -> str:
-        """As in "kl_coef=0.05 seed 0"."""
+        """For example "kl_coef=0.05 seed 0"."""
         return f"{self.cell.name} seed {self.seed}"
 
     @property
     def done(self) -> bool:
-        """Its summary is there, which a run writes when it has finished."""
+        """Whether summary.json exists, which a run writes when it has finished."""
         return (self.folder / "summary.json").exists()
 
     def arguments(self) -> list[str]:
-        """Of its module, or of Python, to begin it or to go on where it has begun."""
+        """Returns the arguments that begin the run, or resume it if it has begun."""
         begun = (self.folder / folder.CONFIG).exists()
         resume = ["--resume"] if begun else []
         return [*self.program, *self.options, *resume, "--no-progress"]
 
     def command(self) -> list[str]:
-        """What runs it in a process of its own."""
-        # -P, as a console script, leaves the working directory out of the path.
+        """Returns the command that runs it in a process of its own."""
+        # -P leaves the working directory out of the path, like a console script.
         module = [] if self.module is None else ["-P", "-m", self.module]
         return [sys.executable, *module, *self.arguments()]
 
     def line(self) -> str:
-        """Its command as a person types it."""
+        """Returns its command as a person types it."""
         return shlex.join((*self.shown, *self.options))
 
 
 def runs_of(sweep: Sweep, *, out: Path) -> list[Planned]:
-    """Every run of a sweep: all cells of the first seed, then of the next."""
+    """Returns every run of a sweep: all cells of the first seed, then of the next."""
     planned = []
     for seed in sweep.seeds:
         for cell in sweep.cells:
@@ -121,10 +121,10 @@ def runs_of(sweep: Sweep, *, out: Path) -> list[Planned]:
 
 
 def begin(sweep: Sweep, *, out: Path) -> None:
-    """Makes the folder of a sweep, or checks that it is the same sweep's.
+    """Makes the folder of a sweep, or checks that it belongs to the same sweep.
 
-    Cells, seeds, measures and claims may be added. The options of a run that may be
-    done already may not change: its numbers would be taken for those of other options.
+    Cells, seeds, measures and claims may be added. Options of existing cells may not
+    change, since finished runs would be counted under options that they did not have.
     """
     path = out / BEGUN
     plan: dict[str, Any] = {
@@ -190,7 +190,7 @@ def begin(sweep: Sweep, *, out: Path) -> None:
 
 
 def begun(out: Path) -> Sweep:
-    """The sweep of a folder, as its newest start declared it, without `slurm`."""
+    """Reads the newest declaration of the sweep in a folder, without `slurm`."""
     path = out / BEGUN
     plan = parsing.read_object(path, expected=EXPECTED, advice=ADVICE, shape=SHAPE)
     if ASKED not in plan:
@@ -220,7 +220,7 @@ def begun(out: Path) -> Sweep:
             slurm={},
         )
         hash(sweep.cells)
-        runs_of(sweep, out=out)  # whose options have names
+        runs_of(sweep, out=out)  # raises if the options are malformed
         return sweep
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         got = f"one that no sweep wrote: {type(error).__name__}: {error}"
@@ -232,7 +232,7 @@ def _pairs(pairs: list[list[Any]]) -> tuple[tuple[str, Value], ...]:
 
 
 def _difference(name: str, begun: Any, now: Any) -> str:
-    """As in "options.num_steps was 10, got 20"."""
+    """For example "options.num_steps was 10, got 20"."""
     if not isinstance(begun, dict) or not isinstance(now, dict):
         return f"{name} was {begun}, got {now}"
     fields = sorted(begun.keys() | now.keys())

@@ -1,4 +1,4 @@
-"""What a sweep comes to: every measure of every cell, differences, and claims."""
+"""The results of a sweep: every measure of every cell, differences, and claims."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from rlhf_jax.sweeps.planned import BEGUN, Planned
 from rlhf_jax.sweeps.statistics import Estimate, Interval
 
 NAME = "results.json"
-# What numbers of a run, and what a paper says of it, are read from.
+# Files of a run from which its numbers, and the facts of a paper, are read.
 READ = (*run_files.OPTIONS, run_files.SUMMARY, "metrics.jsonl", "timings.jsonl")
 
 
 class Results(NamedTuple):
-    """The numbers of all runs that are done."""
+    """The numbers of all finished runs."""
 
     # {measure: {cell: {seed: value}}}
     values: Mapping[str, Mapping[Cell, Numbers]]
-    absent: list[str]  # what to tell of measures that no run has
+    absent: list[str]  # messages about measures that no run has
     answers: dict[str, tuple[str, Answered]]  # {name: (claim, answer)}
-    unproven: Sequence[str] = ()  # what to tell of runs whose files may be damaged
+    unproven: Sequence[str] = ()  # message about runs without sums of their files
 
 
 def check_claims(sweep: Sweep) -> None:
-    """Checks, before anything runs, that every claim can be read."""
+    """Checks before the first run that every claim can be evaluated."""
     nothing = {name: {cell: {} for cell in sweep.cells} for name in sweep.measures}
     lookup = claims.lookup_in(sweep.cells, nothing)
     for claim in sweep.claims.values():
@@ -42,7 +42,7 @@ def check_claims(sweep: Sweep) -> None:
 
 
 def collected(sweep: Sweep, planned: Sequence[Planned]) -> Results:
-    """The numbers of the runs that are done, of `planned.runs_of`."""
+    """Collects the numbers of the finished runs among those of `planned.runs_of`."""
     done = [run for run in planned if run.done]
     unproven = checked(done)
     absent = []
@@ -65,10 +65,10 @@ def collected(sweep: Sweep, planned: Sequence[Planned]) -> Results:
 
 
 def checked(done: Sequence[Planned]) -> list[str]:
-    """Refuses runs whose numbers would be computed from damaged files.
+    """Refuses finished runs whose files are damaged.
 
     Returns:
-      What to tell of those whose files nothing vouches for, as of an older version.
+      A message about runs without sums of their files, such as those of older versions.
     """
     unproven = [
         run.name
@@ -77,37 +77,37 @@ def checked(done: Sequence[Planned]) -> list[str]:
             run.folder,
             only=READ,
             instead="put them back, or remove the folder and give the command of the "
-            "sweep again, which runs it anew; rlhf-jax verify tells of all runs",
+            "sweep again, which runs it again; rlhf-jax verify checks all runs",
         )
     ]
     if not unproven:
         return []
     return [
-        f"{len(unproven)} of {len(done)} runs have files that nothing vouches for, "
+        f"{len(unproven)} of {len(done)} runs have files without recorded sums, "
         f"{unproven[0]} first; rlhf-jax verify says why"
     ]
 
 
 def seal(out: Path, document: Mapping[str, Any]) -> dict[str, Any]:
-    """results.json with the sums of the sweep's other files, and of every summary."""
+    """Adds to results.json the sums of the sweep's files and of its runs' summaries."""
     return sums.sealed(document, files=sums.of_files(out, _names(out)))
 
 
 def seal_again(out: Path) -> None:
-    """Takes what came after results.json, as figures of the sweep, into its sums."""
+    """Updates the sums in results.json with later files, such as figures."""
     if (out / NAME).exists():
-        require(out, ("runs/", "logs/"))  # figures may have been made anew
+        require(out, ("runs/", "logs/"))  # not figures, which may be new
         folder.write_json(out / NAME, seal(out, _read(out)))
 
 
 def require(out: Path, beginnings: tuple[str, ...]) -> None:
-    """Refuses a sweep whose files are not those that results.json has, or are gone.
+    """Refuses a sweep whose files differ from the sums in results.json or are missing.
 
     Args:
-      beginnings: of the names of these files.
+      beginnings: prefixes of the names of the files to check.
 
     Raises:
-      InputError: names them.
+      InputError: files are damaged; the message names them.
     """
     try:
         proof = sums.opened(out / NAME) if (out / NAME).exists() else None
@@ -124,9 +124,9 @@ def require(out: Path, beginnings: tuple[str, ...]) -> None:
 
 
 def unseal(out: Path) -> None:
-    """Leaves results.json without sums, as more runs are to come; none stays none."""
+    """Removes the sums from results.json, if it exists, since more runs follow."""
     if (out / NAME).exists():
-        with contextlib.suppress(InputError):  # damaged, and written anew at the end
+        with contextlib.suppress(InputError):  # damaged; it is rewritten at the end
             folder.write_json(out / NAME, _read(out))
 
 
@@ -140,7 +140,7 @@ def _read(out: Path) -> dict[str, Any]:
 
 
 def check(out: Path) -> Checked:
-    """Compares the files of a sweep, but for those of its runs, with results.json."""
+    """Compares the files of a sweep, other than those of runs, with results.json."""
     faults: list[str] = []
     proofs: dict[str, Any] = {}
     for name in (BEGUN, NAME):
@@ -151,8 +151,7 @@ def check(out: Path) -> Checked:
             faults.append(f"{name}: {error}")
     proof = proofs.get(NAME)
     if proof is None:
-        why = f"{NAME}: none yet, one of before a start that was stopped, or of "
-        why += "a version without sums of files"
+        why = f"{NAME}: missing or without sums, as after a start that was stopped"
         return Checked(len(proofs), faults, [] if faults else [why], [], [])
     files = proof["files"]
     other = [*sums.differences(files, sums.of_files(out, [*files]))]
@@ -164,7 +163,7 @@ def check(out: Path) -> Checked:
 
 
 def _names(out: Path) -> list[str]:
-    """The files of a sweep: of its runs the summaries, which vouch for the others."""
+    """The files of a sweep; of its runs only summaries, which prove the others."""
     names = [path.relative_to(out) for path in sorted(out.rglob("*")) if path.is_file()]
     return [
         name.as_posix()
@@ -176,9 +175,9 @@ def _names(out: Path) -> list[str]:
 
 
 def as_json(sweep: Sweep, results: Results) -> dict[str, Any]:
-    """results.json: per cell and measure the values by seed, estimates and differences.
+    """Returns results.json: values by seed, estimates, differences and claims.
 
-    A difference is to the first cell, seed by seed.
+    Differences are from the first cell, paired by seed.
     """
     first = sweep.cells[0]
     return {
@@ -209,7 +208,7 @@ def as_json(sweep: Sweep, results: Results) -> dict[str, Any]:
 
 
 def tell(sweep: Sweep, results: Results) -> None:
-    """Prints a table of each measure, and one of the claims."""
+    """Prints a table of each measure, and a table of the claims."""
     for name, of in results.values.items():
         report.table(
             f"{name}: mean (95% interval) over seeds",
@@ -240,7 +239,7 @@ def tell(sweep: Sweep, results: Results) -> None:
 
 
 def less(values: Numbers, others: Numbers) -> Numbers:
-    """Differences of the seeds that both have."""
+    """Returns values - others, for the seeds of both."""
     return {seed: one - others[seed] for seed, one in values.items() if seed in others}
 
 
@@ -255,7 +254,6 @@ def _estimate(values: Numbers) -> dict[str, Any] | None:
 
 
 def _means(values: Numbers) -> tuple[str, str]:
-    """Mean and interquartile mean, with intervals."""
     if not values:
         return "-", "-"
     figure = statistics.estimate(list(values.values()))

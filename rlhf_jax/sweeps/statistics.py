@@ -1,8 +1,8 @@
-"""Means over seeds, and how far they can be trusted: 95% intervals.
+"""Means over seeds, and their 95% intervals.
 
-Means have Student's t intervals, as a bootstrap of few seeds promises too much (see
-README.md). The interquartile mean, which one bad seed of four or more does not move,
-has a bootstrap interval from ENOUGH seeds on.
+Means have Student's t intervals, because bootstrap intervals over few seeds are too
+narrow (see README.md). The interquartile mean, which excludes one outlier among four or
+more seeds, has a bootstrap interval from ENOUGH seeds on.
 
 Sources: Agarwal et al. 2021, arXiv:2108.13264 (interquartile mean, bootstrap over
 runs); Student 1908.
@@ -22,19 +22,19 @@ Floats = npt.NDArray[np.floating]
 
 CONFIDENCE = 0.95
 ENOUGH = 10  # seeds for a bootstrap interval
-TRIMMED = 0.25  # on either side of an interquartile mean
+TRIMMED = 0.25  # share left out on either side of an interquartile mean
 RESAMPLES = 2000
 
 
 class Interval(NamedTuple):
-    """Where the true value is, in 95 of 100 sweeps."""
+    """An interval that contains the true value in 95 of 100 sweeps."""
 
     low: float
     high: float
 
 
 class Estimate(NamedTuple):
-    """A number over seeds."""
+    """Estimates of a mean over seeds."""
 
     seeds: int
     mean: float
@@ -44,11 +44,11 @@ class Estimate(NamedTuple):
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Mean and interquartile mean of the values of seeds, at least one.
+    """Estimates mean and interquartile mean from the values of at least one seed.
 
         mean ± t(0.975, n - 1)·s/√n,        iqm = mean of the middle half
 
-    A quarter of the seeds, rounded down, is left out at either end: of three, none.
+    A quarter of the seeds, rounded down, is left out at either end.
     """
     array = np.asarray(values, float)
     return Estimate(
@@ -61,7 +61,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def of_mean(values: Floats) -> Interval | None:
-    """Student's t interval of a mean, of two values or more."""
+    """Returns Student's t interval of a mean; None for fewer than two values."""
     if len(values) < 2:
         return None
     if np.ptp(values) == 0:
@@ -73,13 +73,13 @@ def of_mean(values: Floats) -> Interval | None:
 
 
 def half_width(deviation: float, *, seeds: int) -> float:
-    """Half of the t interval of a mean, t(0.975, n - 1)·s/√n, of two seeds or more."""
+    """Returns half of the t interval of a mean, t(0.975, n - 1)·s/√n, for n ≥ 2."""
     quantile = stats.t.ppf((1 + CONFIDENCE) / 2, seeds - 1)
     return float(quantile * deviation / np.sqrt(seeds))
 
 
 def of_iqm(values: Floats) -> Interval:
-    """Percentile bootstrap interval of an interquartile mean; the same every time."""
+    """Returns a bootstrap percentile interval of an interquartile mean (fixed seed)."""
     if np.ptp(values) == 0:
         return Interval(float(values[0]), float(values[0]))
     drawn = stats.bootstrap(
@@ -95,13 +95,13 @@ def of_iqm(values: Floats) -> Interval:
 
 
 def half_widths(values: Floats) -> Floats:
-    """f[K], half of the t interval of each mean, t(0.975, n - 1)·s/√n.
+    """Returns half of the t interval of each column's mean, t(0.975, n - 1)·s/√n.
 
     Args:
       values: f[n, K], n values of K numbers; NaN stands for a missing one.
 
     Returns:
-      f[K] in the units of `values`; NaN where there are fewer than two.
+      f[K] in the units of `values`; NaN for columns with fewer than two values.
     """
     count = np.sum(~np.isnan(values), axis=0)
     several = count > 1

@@ -1,8 +1,8 @@
-"""A command that is killed when the process that started it is.
+"""Runs a command that is killed when its parent process is.
 
     python -m rlhf_jax.sweeps.tied PARENT COMMAND...
 
-The tie is Linux's (prctl) and holds beyond exec; elsewhere there is none.
+This uses prctl of Linux, which persists over exec; other systems have no such tie.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ def main() -> None:
     _, parent, *command = sys.argv
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != int(parent):  # it is gone already
+        if os.getppid() != int(parent):  # the parent has already ended
             sys.exit(1)
     os.execv(command[0], command)
 

@@ -1,16 +1,15 @@
-"""A process that does one run after another, and keeps what was compiled.
+"""A process that executes one run after another, and keeps compiled programs.
 
     python -m rlhf_jax.sweeps.worker ANSWERS
 
-Each line of its input names a run, and each line of the file descriptor ANSWERS is the
-exit status of one: {"module": "rlhf_jax.train.main", "argv": ["ppo", "--out=..."],
-"log": "..."}, or with null for the module of a Python file or folder, the first of
-argv. What a run prints goes to its log. A process that is `full` answers "STATUS last",
-and ends.
+Each line of its input describes a run: {"module": "rlhf_jax.train.main", "argv":
+["ppo", "--out=..."], "log": "..."}. If the module is null, argv begins with a Python
+file or folder. The output of a run goes to its log. The process writes the exit status
+of each run as a line to the file descriptor ANSWERS. If it is `full`, it writes "STATUS
+last" and ends.
 
-After each run the working directory, the environment, the path of modules and the
-handlers of signals are those of before. What else a run leaves behind stays: modules,
-JAX's configuration, threads.
+After each run the working directory, environment, module path and signal handlers are
+restored. Other changes by a run stay: modules, JAX's configuration, threads.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-LAST = "last"  # beside the status of the last run that a process does
-MAPPINGS = Path("/proc/self/maps")  # of this process, a line each; Linux has it
+LAST = "last"  # follows the status of a process's last run
+MAPPINGS = Path("/proc/self/maps")  # memory mappings of this process, one per line
 MOST_MAPPINGS = Path("/proc/sys/vm/max_map_count")
 
 
 def main() -> None:
-    """Does the runs that its input names, until that ends."""
+    """Executes the runs on the standard input, until it ends."""
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(int(sys.argv[1]), "w")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -51,23 +50,23 @@ def main() -> None:
 
 
 def full() -> bool:
-    """Whether this process has half of the mappings that the system gives it.
+    """Returns whether this process has half of its limit of memory mappings.
 
-    Every compiled program takes some. Beyond them LLVM finds no memory for a program,
+    Every compiled program takes some. At the limit LLVM gets no memory for a program,
     and the process ends by SIGSEGV.
     """
     try:
         most = int(MOST_MAPPINGS.read_text())
         return 2 * len(MAPPINGS.read_bytes().splitlines()) >= most
-    except OSError:  # another system, where nothing is known of a bound
+    except OSError:  # not Linux; no limit is known
         return False
 
 
 def run(argv: Sequence[str], *, module: str | None) -> int:
-    """One run, as a process of its own would do it; its exit status.
+    """Executes a run as its own process would; returns the exit status.
 
-    Without a module, whose `__main__` part it is, the first argument is a file or
-    folder. An exception ends it with status 1, and its traceback is printed.
+    The run is the `__main__` part of the module, or else the file or folder that is the
+    first argument. An exception prints its traceback, and gives status 1.
     """
     here, path, environment = Path.cwd(), list(sys.path), dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
@@ -77,12 +76,12 @@ def run(argv: Sequence[str], *, module: str | None) -> int:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
         else:
             sys.argv = list(argv)
-            if Path(argv[0]).is_file():  # a folder puts itself there
+            if Path(argv[0]).is_file():  # `run_path` adds a folder to the path itself
                 sys.path.insert(0, str(Path(argv[0]).resolve().parent))
             runpy.run_path(argv[0], run_name="__main__")
     except SystemExit as stop:
         if stop.code is None or isinstance(stop.code, int):
-            return (stop.code or 0) & 0xFF  # what the system keeps of it
+            return (stop.code or 0) & 0xFF  # the byte that the system keeps
         print(stop.code, file=sys.stderr)
         return 1
     except BaseException:

@@ -1,14 +1,14 @@
-"""Verifiers in a pool of processes, with a time limit, while the device does its work.
+"""Verifiers in a pool of processes, with a time limit, while the device computes.
 
-    with verification.VerifierPool(verifiers.Gsm8k(), num_workers=4) as pool:
+    with VerifierPool(verifiers.Gsm8k(), num_workers=4) as pool:
         reward = pool.reward(decode=policy.decode, rows=rows)
         ...
-        pending = reward.submit(rollout)            the processes start on it
+        pending = reward.submit(rollout)            the processes start
         ref = ref_logprobs(reference, rollout)      and so does the device
         scores = pending.collect()                  Scores, as reward(rollout)
 
-A verifier that raises, returns no finite number, takes too long or ends its process
-leaves the others as they are. Its own score is 0, or the run stops, as configured.
+A call that raises, returns no finite number, takes too long or ends its process does
+not affect other calls. The option `on_failure` decides what happens to its response.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from rlhf_jax.verification.workers import Ended, Workers
 
 
 class VerifierPool(contextlib.AbstractContextManager[Any]):
-    """Processes that verify; a context manager that ends them.
+    """Processes that run a verifier; a context manager that ends them.
 
-    They start with the first response, import the module of the verifier and nothing
-    of this process, and one that hangs or dies in a call is replaced.
+    They start with the first response and import the module of the verifier, not the
+    script of this process. A process that hangs or dies in a call is replaced.
     """
 
     def __init__(
@@ -47,21 +47,21 @@ class VerifierPool(contextlib.AbstractContextManager[Any]):
         timeout: float = 10.0,
         on_failure: OnFailure = "leave_out",
     ) -> None:
-        """A pool that is not started yet.
+        """Makes a pool; its processes start later.
 
         Args:
-          verifier: (prompt, response, row) -> float; a function or the instance of a
-            class at the top of a module that can be imported.
-          num_workers: processes; None is one a processor.
-          timeout: seconds a response, without what it takes to import the verifier.
-          on_failure: a response that could not be verified is left out of all that
-            is learned ("leave_out", `Scores.left_out`) or scores 0 ("zero"), with a
-            warning per kind of failure that names the first such prompt of a batch; or
-            stops the run.
+          verifier: (prompt, response, row) -> float; a function, or an instance of a
+            class, at the top level of a module that can be imported.
+          num_workers: number of processes; None is one per processor.
+          timeout: seconds per response, not counting the import of the verifier.
+          on_failure: what happens to a response that could not be verified: it is left
+            out of the update ("leave_out", `Scores.left_out`), scores 0 ("zero"), or
+            stops the run ("stop"). The first two warn once per kind of failure and
+            batch, and name the first such prompt.
 
         Raises:
-          InputError: the verifier cannot be sent to another process, or a number is
-            not one to choose.
+          InputError: the verifier cannot be sent to another process, or an option is
+            not valid.
         """
         user_objects.check_options(timeout=timeout, on_failure=on_failure)
         self.timeout, self.on_failure = timeout, on_failure
@@ -82,21 +82,21 @@ class VerifierPool(contextlib.AbstractContextManager[Any]):
         rows: Sequence[Row],
         prompts: Sequence[Prompt] | None = None,
     ) -> PooledReward:
-        """This verifier as a reward of the responses to `rows`; any number of them.
+        """Makes a reward for responses to `rows`; a pool can have several rewards.
 
         Args:
-          decode: token ids -> text, as `transcripts.texts` takes it.
+          decode: token ids -> text, as for `transcripts.texts`.
           rows: the data set that `rollout.index` points into.
-          prompts: the prompts of these rows as they were written: texts, or
-            messages; None decodes their tokens.
+          prompts: the original prompts of these rows, texts or messages; None decodes
+            their tokens.
         """
         return PooledReward(self, decode, rows, prompts)
 
     def submit(self, texts: Texts) -> Pending:
-        """Starts on a batch of texts and returns at once.
+        """Starts to verify a batch of texts and returns at once.
 
         Raises:
-          StopError: a row cannot be sent to a process, or none starts.
+          StopError: a row cannot be sent to a process, or no process starts.
         """
         futures = [
             self._workers.submit(worker.verify, *one, timeout=self.timeout)
@@ -107,7 +107,7 @@ class VerifierPool(contextlib.AbstractContextManager[Any]):
 
 @dataclasses.dataclass(frozen=True)
 class PooledReward:
-    """A verifier as a reward, run in other processes."""
+    """A reward whose verifier runs in other processes."""
 
     pool: VerifierPool
     decode: Decode
@@ -119,7 +119,7 @@ class PooledReward:
         return self.submit(rollout).collect()
 
     def submit(self, rollout: Responses) -> Pending:
-        """Waits for the rollout, starts on its texts and returns."""
+        """Waits for the rollout, starts to verify its texts and returns."""
         return self.pool.submit(
             text.read(rollout, decode=self.decode, rows=self.rows, prompts=self.prompts)
         )
@@ -134,21 +134,21 @@ class Pending:
     futures: Sequence[Future[Answer]]
 
     def done(self) -> bool:
-        """True if `collect` would not wait."""
+        """Whether `collect` would return without waiting."""
         return all(future.done() for future in self.futures)
 
     def collect(self) -> Scores:
-        """Waits for all of them.
+        """Waits for the scores of all responses.
 
         Returns:
-          total f32[B]; parts f32[B], 1 where true: `failed`, the response could not be
-          verified, and `timed_out`, for it took too long; beside them what the
-          verifier counts (`verifiers.Counting`), 0 where it failed; left_out bool[B],
-          those that failed, where they are to be left out.
+          total: f32[B]. parts: f32[B] each; `failed` is 1 where a response could not be
+          verified, `timed_out` 1 where that was for lack of time, and the counts of the
+          verifier (`verifiers.Counting`) are 0 where it failed. left_out: bool[B], the
+          failed responses if `on_failure` is "leave_out", else None.
 
         Raises:
-          StopError: one could not be verified, and the pool is to stop then; names the
-            prompt. Or the verifier cannot be imported, which is no response's fault.
+          StopError: a response could not be verified and `on_failure` is "stop", with
+            the prompt; or the verifier cannot be imported.
         """
         answers: list[Answer] = []
         try:
@@ -177,7 +177,7 @@ class Pending:
             rows=f"responses could not be verified and {become}",
             of="verifier",
         )
-        # Of NumPy: JAX's would wait for what the devices were given meanwhile.
+        # NumPy arrays: JAX would wait for the devices' current work.
         failed: Any = np.array([bool(answer.why) for answer in answers])
         none = (0.0,) * len(self.pool.counts)
         counted = zip(*(answer.counts or none for answer in answers), strict=True)

@@ -1,8 +1,8 @@
-"""What is known of unit tests before they run: whose a name is, and what they compare.
+"""Static analysis of unit tests: where a name is defined, and what is compared.
 
-Tests use names that they do not define: those are the code's. A result that is compared
-with an argument of its own call, as in `f(xs) == sorted(xs)`, is compared with the
-argument as it was: a call that empties both would be right for any test.
+Names that tests use but do not define are looked up in the code. If a test compares a
+result with an argument of its own call, as in `f(xs) == sorted(xs)`, it sees the
+argument as it was before the call: otherwise code that empties both would pass.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 
 from rlhf_jax.verification.code.objects import Function
 
-TYPE_CHECKING = False  # as typing's, which takes long to import
+TYPE_CHECKING = False  # `typing` takes long to import
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from typing import Any
@@ -26,11 +26,11 @@ RESULT, ARGUMENT = "a result", "an argument"
 
 
 class Names(dict[str, object]):
-    """The globals of the tests: what they lack is looked up in the code.
+    """The globals of the tests, which look missing names up in the code.
 
-    A name of Python's own means Python's, so that no code replaces the `abs` or
-    `isinstance` of a test; unless all that the tests need are such names, and the code
-    defines one of them: then that one is the function they test.
+    Built-in names mean Python's own, so that code cannot replace the `abs` or
+    `isinstance` of a test. The exception: if the tests use built-in names only, and the
+    code defines exactly one of them, that one is the function under test.
     """
 
     def __init__(self, link: Link | None, tests: Sequence[str]) -> None:
@@ -53,17 +53,17 @@ class Names(dict[str, object]):
         called = {one.id for one in of(ast.Call, "func") if isinstance(one, ast.Name)}
         owning = of(ast.Attribute, "value")
         owners = {one.id for one in owning if isinstance(one, ast.Name)}
-        # What they test is imported.
+        # The tests import the names that they test.
         explicit = "solution" in of(ast.ImportFrom, "module") | of(ast.alias)
         free = loaded - bound
-        # `math.isclose` is of the library, whatever the code calls `math`.
+        # `math.isclose` means the library's, even if the code defines a `math`.
         self.modules = (free & owners & sys.stdlib_module_names) - called
         self.free, self.bound = free - self.modules, bound
         self.explicit = explicit
         self.replaced: set[str] = set()
 
     def defined(self, names: list[str]) -> None:
-        """Told what the code defines."""
+        """Decides which built-in name is under test, from the names of the code."""
         if self.free <= BUILT_IN and not self.explicit:
             own = self.free & set(names)
             self.replaced = own if len(own) == 1 else set()
@@ -71,16 +71,15 @@ class Names(dict[str, object]):
     def __missing__(self, name: str) -> Any:
         if name in self.modules:
             return importlib.import_module(name)
-        if name.startswith("__") or name in BUILT_IN - self.replaced:
-            raise KeyError(name)
-        if self.link is None:
+        own = name.startswith("__") or name in BUILT_IN - self.replaced
+        if own or self.link is None:
             raise KeyError(name)
         value = self.link.named(name)
         if isinstance(value, Function):
-            self[name] = value  # asked for once: it is likely to be called often
+            self[name] = value  # a function is likely to be called often
         return value
 
-    def holds_to_arguments(self, tree: ast.AST) -> bool:
+    def compares_with_arguments(self, tree: ast.AST) -> bool:
         """Whether a test compares a result with an argument of its call."""
         return _Flow(self, tree).compared
 
@@ -96,10 +95,10 @@ class _Flow:
         nodes = list(ast.walk(tree))
         for node in nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-                for arg in node.args.args:  # as check(candidate) has them
+                for arg in node.args.args:  # such as `candidate` in check(candidate)
                     self.of.setdefault(arg.arg, {RESULT})
         unused = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-        for _ in range(2):  # names are used above where they are bound, in loops
+        for _ in range(2):  # in a loop, a name may be used above its binding
             for node in nodes:
                 if isinstance(node, ast.Call) and self._is_codes(node):
                     if id(node) not in unused:
@@ -112,7 +111,7 @@ class _Flow:
         self.compared = any(map(self._compares, nodes))
 
     def flows(self, node: ast.AST | None) -> set[str]:
-        """What is in the value of an expression."""
+        """Returns which of `RESULT` and `ARGUMENT` an expression's value depends on."""
         match node:
             case None:
                 return set()
@@ -159,7 +158,7 @@ class _Flow:
 
 
 def _bindings(node: ast.AST) -> list[tuple[ast.AST, ast.AST | None]]:
-    """What an assignment, a loop or a `with` binds, and to what."""
+    """Returns (target, source) pairs of an assignment, a loop or a `with`."""
     has = vars(node).get
     source = has("value") or has("iter") or has("context_expr")
     targets = has("targets") or [has("target") or has("optional_vars")]

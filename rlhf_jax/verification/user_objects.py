@@ -1,4 +1,4 @@
-"""An object of the user's that worker processes hold: how it is sent, and may fail."""
+"""User objects in worker processes: pickling, and reports of failures."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _NUMBER = re.compile(r"\d+")
 
 
 def check_options(*, timeout: float, on_failure: OnFailure) -> None:
-    """InputError unless they can be chosen."""
+    """Checks the options of a pool; InputError names the one that is not valid."""
     checks.positive(timeout=timeout)
     checks.one_of(on_failure=on_failure, among=get_args(OnFailure))
 
 
 def pickled(value: Any, *, kind: str) -> bytes:
-    """An object as its processes get it.
+    """Pickles an object for the worker processes.
 
     Args:
-      kind: what messages call it, as "verifier".
+      kind: what messages call the object, such as "verifier".
 
     Raises:
       InputError: it cannot be sent to another process.
@@ -38,7 +38,7 @@ def pickled(value: Any, *, kind: str) -> bytes:
     )
     try:
         data = pickle.dumps(value)
-    except Exception as error:  # whatever its own state raises
+    except Exception as error:  # the object's own `__reduce__` may raise anything
         raise InputError(f"{expected}; got {value!r:.80}: {error}") from error
     of = value if isinstance(value, types.FunctionType) else type(value)
     if of.__module__ == "__main__":
@@ -52,13 +52,14 @@ def pickled(value: Any, *, kind: str) -> bytes:
 def require(
     why: str, *, imported: bool, of: str, where: str, case: str, stop: bool
 ) -> None:
-    """StopError where the object cannot be imported, or where a failure stops the run.
+    """Raises StopError if the object cannot be imported or a failure stops the run.
 
     Args:
-      why: a call failed, as "raised KeyError: 'gold'"; "" if it did not.
-      of: what was called, as "verifier".
-      where: of which case, as "prompt 'Hi' (row 3) and response 'Yo'".
-      case: what fails, as "a response".
+      why: why a call failed, such as "raised KeyError: 'gold'"; "" if it succeeded.
+      imported: whether the object could be imported.
+      of: what was called, such as "verifier".
+      where: the case, such as "prompt 'Hi' (row 3) and response 'Yo'".
+      case: what fails, such as "a response".
       stop: whether any failure stops the run.
     """
     if not imported:
@@ -84,17 +85,17 @@ class Failure(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The same for failures that differ in their numbers, or in what they name."""
+        """Groups failures: `why` before its colon, with numbers replaced by N."""
         return _NUMBER.sub("N", self.why.partition(":")[0])
 
 
 def warn(failures: Iterable[Failure], *, num_rows: int, rows: str, of: str) -> None:
-    """Prints one line per kind of failure on standard error, with the first of each.
+    """Prints the count and first case of each kind of failure on standard error.
 
     Args:
-      num_rows: of the batch.
-      rows: what they are and what becomes of them, as "responses were left out".
-      of: what failed, as "verifier".
+      num_rows: rows of the batch.
+      rows: what the rows are and what happens to them: "responses are left out".
+      of: what failed, such as "verifier".
     """
     kinds: dict[str, list[Failure]] = {}
     for failure in failures:

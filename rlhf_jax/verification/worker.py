@@ -1,7 +1,7 @@
-"""A worker process, and what it runs: calls of one object, one at a time or several.
+"""The main loop of a worker process, which serves calls of one user object.
 
-`workers` starts them, for verifiers (`pool`), environments and samplers. This module
-loads no JAX.
+`workers` starts the processes, for verifiers (`pool`), environments and samplers. This
+module loads no JAX.
 """
 
 from __future__ import annotations
@@ -28,55 +28,55 @@ from typing import Any, NamedTuple, TypeVar
 from rlhf_jax.roles.rewards import verifiers
 from rlhf_jax.runs.stops import dropped
 
-GRACE_SECONDS = 2.0  # for a worker to end by itself
+GRACE_SECONDS = 2.0  # time for a worker to end by itself
 Result = TypeVar("Result")
 
 
 class Kind(enum.Enum):
-    """What a worker says, with the number of a call and a value."""
+    """The kind of a worker's message (kind, number of the call, value)."""
 
-    READY = enum.auto()  # for calls; what is called has been imported
+    READY = enum.auto()  # the object has been imported
     BEGUN = enum.auto()
     RESULT = enum.auto()
     TIMED_OUT = enum.auto()
-    ERROR = enum.auto()  # the call could not be read, or its result not be sent
+    ERROR = enum.auto()  # the call could not be unpickled or run
 
 
 class Answer(NamedTuple):
-    """What a verifier said of one response, or why it said nothing."""
+    """A verifier's score of one response, or why there is none."""
 
     score: float
-    why: str  # "" unless it failed
+    why: str  # "" unless the call failed
     timed_out: bool = False
-    imported: bool = True  # False where the verifier itself could not be imported
-    counts: tuple[float, ...] = ()  # in the order of a verifier's own `counts`
+    imported: bool = True  # False if the verifier itself could not be imported
+    counts: tuple[float, ...] = ()  # in the order of the verifier's own `counts`
 
 
 class Rejected(Exception):
-    """Why what the user's object returned is not taken: "returned None, ..."."""
+    """The user's object returned something invalid: "returned None, ..."."""
 
 
 class Terminated(BaseException):
-    """This worker is to end; on its way up it clears away what verifiers have made."""
+    """This worker must end; unwinding the stack runs the verifier's own cleanup."""
 
 
 class Failed(NamedTuple):
-    """Why a call in a worker returned nothing."""
+    """Why a call in a worker has no result."""
 
     why: str
-    imported: bool = True  # False where what is called could not be imported
+    imported: bool = True  # False if the object could not be imported
 
 
 class Spawned(SpawnProcess):
-    """A spawned process that does not import the script that was started.
+    """A spawned process that does not import the main script of its parent.
 
-    Spawned and never forked: this process has the threads of JAX, and a copy of it
-    could wait for ever for a lock that one of them held. The script would load JAX, and
-    its models' libraries, once per worker.
+    Workers are spawned, never forked: a fork of a process with JAX's threads could wait
+    forever for a lock that one of them held. The script would load JAX and the
+    libraries of its models once per worker.
     """
 
     def start(self) -> None:
-        """Starts it."""
+        """Starts the process."""
         with _without_a_script():
             super().start()
 
@@ -86,7 +86,7 @@ _STARTING = threading.Lock()
 
 @contextlib.contextmanager
 def _without_a_script() -> Iterator[None]:
-    # `multiprocessing` tells a process what to import by looking here.
+    # `multiprocessing` reads here which script a process should import.
     with _STARTING:
         script = sys.modules["__main__"]
         sys.modules["__main__"] = types.ModuleType("__main__")
@@ -100,12 +100,12 @@ _working = False
 
 
 def serve(pickled: bytes, link: Connection, several: bool) -> None:
-    """Answers the calls of this worker until it is ended.
+    """Serves calls until the parent or a signal ends this process.
 
     Args:
-      pickled: what is called; functions get it before their own arguments.
-      link: brings (number, pickled function and arguments, seconds).
-      several: functions are coroutine functions, and calls run beside each other.
+      pickled: the user object, which functions get before their own arguments.
+      link: delivers (number, pickled function and arguments, timeout in seconds).
+      several: functions are coroutine functions, and calls run concurrently.
     """
     _prepare(pickled)
     try:
@@ -122,12 +122,12 @@ def serve(pickled: bytes, link: Connection, several: bool) -> None:
                 result = Kind.ERROR, shown(error)
             link.send((result[0], number, result[1]))
     except (EOFError, OSError):
-        pass  # the parent has no use for it any more
+        pass  # the parent has closed the link
     os._exit(1)
 
 
 async def _serve_several(pickled: bytes, link: Connection) -> None:
-    """Until SIGTERM; coroutines that are under way then are cancelled."""
+    """Serves concurrent calls until SIGTERM, which cancels those under way."""
     loop, tasks = asyncio.get_running_loop(), dict[int, asyncio.Task[None]]()
 
     async def answer(number: int, data: bytes, seconds: float) -> None:
@@ -140,7 +140,7 @@ async def _serve_several(pickled: bytes, link: Connection) -> None:
             result = Kind.TIMED_OUT, None
         except Exception as error:
             result = Kind.ERROR, shown(error)
-        with contextlib.suppress(OSError):  # the parent has ended the link
+        with contextlib.suppress(OSError):  # the parent has closed the link
             link.send((result[0], number, result[1]))
 
     def begin(number: int, data: bytes | None, seconds: float) -> None:
@@ -163,20 +163,20 @@ async def _serve_several(pickled: bytes, link: Connection) -> None:
 
 
 def _prepare(pickled: bytes) -> None:
-    """Before a worker's first call: imports what is called, outside its time limit.
+    """Imports the object before the first call, so that no time limit includes it.
 
-    From here on the worker ends with its parent, however that ends.
+    From here on the worker ends with its parent, however the parent ends.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     signal.signal(signal.SIGTERM, _terminate)
     dropped.sent_again({Terminated: signal.SIGTERM})
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    with contextlib.suppress(BaseException):  # reported by the first call
+    with contextlib.suppress(BaseException):  # the first call reports it
         _loaded(pickled)
 
 
 def call(pickled: bytes, use: Callable[[Any], Result]) -> Result | Failed:
-    """`use` of what was pickled, in a worker; whatever it raises is an answer."""
+    """Returns `use(object)` of the pickled object, or why it raised."""
     global _working
     try:
         _working = True
@@ -187,7 +187,7 @@ def call(pickled: bytes, use: Callable[[Any], Result]) -> Result | Failed:
         return use(loaded)
     except Terminated:
         os._exit(1)
-    except BaseException as error:  # sys.exit too; nor need the error be picklable
+    except BaseException as error:  # SystemExit too; an error need not be picklable
         return _failed(error)
     finally:
         _working = False
@@ -196,7 +196,7 @@ def call(pickled: bytes, use: Callable[[Any], Result]) -> Result | Failed:
 async def call_several(
     pickled: bytes, use: Callable[[Any], Awaitable[Result]]
 ) -> Result | Failed:
-    """`call` of a coroutine function, beside others."""
+    """Awaits `use(object)` of the pickled object; returns why if it raised."""
     try:
         loaded = _loaded(pickled)
     except (Exception, SystemExit) as error:
@@ -206,7 +206,7 @@ async def call_several(
     except BaseException as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
-            raise  # it is too late, or the caller has no use for it
+            raise  # timed out, or cancelled by the caller
         return _failed(error)
 
 
@@ -219,7 +219,7 @@ def _failed(error: BaseException) -> Failed:
 def verify(
     pickled: bytes, prompt: str, response: str, row: Mapping[str, Any]
 ) -> Answer:
-    """What a pickled verifier says of one response, in a worker."""
+    """Scores one response with a pickled verifier; runs in a worker."""
 
     def judged(verifier: Any) -> Answer:
         score, counts = verifiers.judged(verifier, prompt, response, row)
@@ -233,12 +233,12 @@ def verify(
 
 
 def counted(counts: Mapping[str, Any], names: Sequence[str]) -> tuple[float, ...]:
-    """What user code counts, in the order of its names; `Rejected` as of `number`."""
+    """Returns the user's counts in the order of `names`; `Rejected` as `number`."""
     return tuple(number(counts[name], called=name) for name in names)
 
 
 def number(returned: Any, *, called: str = "score") -> float:
-    """What was returned, if it is finite also as the float32 that it becomes."""
+    """Returns the user's number as a float; `Rejected` unless finite in float32."""
     why = f"returned {returned!r:.60}, which is not a number"
     if hasattr(returned, "__float__"):
         number = float(returned)
@@ -251,7 +251,7 @@ def number(returned: Any, *, called: str = "score") -> float:
 
 
 def shown(error: BaseException) -> str:
-    """The error in a line."""
+    """Returns the error's class and message in one line."""
     try:
         return f"{type(error).__name__}: {error}".split("\n")[0][:300]
     except BaseException:  # its own __str__ raised
@@ -268,7 +268,7 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None  # this is a worker
     parent.join()
-    os.kill(os.getpid(), signal.SIGTERM)  # to the main thread, which clears away
+    os.kill(os.getpid(), signal.SIGTERM)  # the main thread handles it and cleans up
     time.sleep(GRACE_SECONDS)
     os._exit(1)
 

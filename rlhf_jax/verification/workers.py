@@ -1,13 +1,14 @@
-"""Worker processes that hold one object of the user's, and answer calls of it.
+"""Worker processes that hold one user object and serve calls of it.
 
     submit ──queue──> process 0   call  call          in_flight calls at a time
                       process 1   call
            <──────────            a result, or why there is none
 
 The object is a verifier (`pool`), an environment or a sampler. Processes are spawned
-when calls need them, import its module and nothing of this process, and end with it. A
-call is a pure function, so one that a process has not begun when it dies is sent to
-another. Of several that it had begun each is asked again, alone.
+when calls need them, import the object's module but not the script of this process, and
+end with this process. Calls are pure functions, so they can be repeated: a call that a
+process has not begun when it dies is sent to another. If a process dies with several
+begun calls, each is repeated alone, to find the one that ends its process.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.verification import worker
 
-STARTS = 3  # processes in a row that end before they are ready, and the pool gives up
+STARTS = 3  # the pool gives up when this many processes in a row fail to start
 
 
 class Ended(Exception):
-    """Why a call has no result: its process was ended, or ended by itself."""
+    """A call has no result: it took too long, or its process ended."""
 
     def __init__(self, why: str, *, timed_out: bool = False, status: int | None = None):
         super().__init__(why)
         self.why, self.timed_out = why, timed_out
-        self.status = status  # of a process that ended by itself
+        self.status = status  # exit status of a process that ended by itself
 
 
 @dataclasses.dataclass(eq=False)
@@ -47,24 +48,24 @@ class _Call:
     data: bytes  # pickled function and arguments
     timeout: float
     future: Future[Any]
-    deaths: int = 0  # of processes that had begun it
-    deadline: float = float("inf")  # once it has begun
+    deaths: int = 0  # processes that died after they had begun this call
+    deadline: float = float("inf")  # of `time.monotonic`; finite once it has begun
 
 
 class _Process:
-    """A worker process, and the calls that it has."""
+    """A worker process and the calls that were sent to it."""
 
     def __init__(self, pickled: bytes, *, in_flight: int) -> None:
         self.link, other = multiprocessing.get_context("spawn").Pipe()
         arguments = (pickled, other, in_flight > 1)
         self._worker = worker.Spawned(target=worker.serve, args=arguments, daemon=True)
         self._worker.start()
-        other.close()  # so that its end is the end of the file here
+        other.close()  # so that the link ends when the process does
         self.ready, self.calls = False, dict[int, _Call]()
         self._kill_at = float("inf")
 
     def end(self) -> None:
-        """Asks it to end; `is_gone` sees to it that it does."""
+        """Sends SIGTERM; `is_gone` kills the process after `GRACE_SECONDS`."""
         self.link.close()
         self._worker.terminate()
         self._kill_at = time.monotonic() + worker.GRACE_SECONDS
@@ -82,9 +83,9 @@ class _Process:
 
 
 class Workers(contextlib.AbstractContextManager[Any]):
-    """Processes that answer calls; a context manager that ends them.
+    """Processes that serve calls; a context manager that ends them.
 
-    None runs before the first call.
+    The first call starts the first process.
     """
 
     def __init__(
@@ -95,13 +96,13 @@ class Workers(contextlib.AbstractContextManager[Any]):
         num_workers: int | None = None,
         in_flight: int = 1,
     ) -> None:
-        """Starts nothing yet.
+        """Makes the pool without starting a process.
 
         Args:
-          pickled: the object that they hold, of `user_objects.pickled`.
-          of: whose processes they are, for messages, as "of the environment".
-          num_workers: processes; None is one per processor.
-          in_flight: calls of a process at a time, each a coroutine where above 1.
+          pickled: the user object, from `user_objects.pickled`.
+          of: describes the processes in messages, such as "of the environment".
+          num_workers: number of processes; None is one per processor.
+          in_flight: concurrent calls per process; above 1, calls are coroutines.
         """
         if num_workers is None:
             num_workers = os.cpu_count() or 1
@@ -131,20 +132,20 @@ class Workers(contextlib.AbstractContextManager[Any]):
         """Starts a call and returns at once.
 
         Args:
-          function: of what is held, pickled, and of `args`; a coroutine function where
-            several calls are in flight.
-          timeout: seconds, from when a process begins it.
+          function: called with the pickled user object and `args`; a coroutine function
+            if `in_flight` is above 1.
+          timeout: seconds, from when a process begins the call.
 
         Returns:
-          What becomes the function's result, or raises `Ended`. A running call that is
-          cancelled is ended.
+          A future of the function's result, which raises `Ended` if there is none.
+          Cancelling the future ends a running call.
 
         Raises:
-          StopError: it cannot be sent, or no process starts.
+          StopError: the call cannot be pickled, or no process starts.
         """
         try:
             data = pickle.dumps((function, args))
-        except Exception as error:  # whatever its parts raise
+        except Exception as error:  # the arguments' own `__reduce__` may raise anything
             raise self._error(f"{type(error).__name__}: {error}") from error
         with self._lock:
             if self._broken is not None:
@@ -160,7 +161,7 @@ class Workers(contextlib.AbstractContextManager[Any]):
         return call.future
 
     def close(self) -> None:
-        """Ends the processes; calls under way are cancelled."""
+        """Ends the processes and cancels all calls."""
         with self._lock:
             self._stopping, thread = True, self._thread
         if thread is not None:
@@ -175,7 +176,7 @@ class Workers(contextlib.AbstractContextManager[Any]):
             self._waker.send_bytes(b"+")
 
     def _run(self) -> None:
-        """The thread that hands out calls, and takes results."""
+        """Sends calls and receives results, in a thread of its own."""
         try:
             while not self._stopping:
                 self._drop_cancelled()
@@ -194,7 +195,7 @@ class Workers(contextlib.AbstractContextManager[Any]):
                 time.sleep(0.01)
 
     def _wait(self) -> None:
-        """Until a process or a caller has something, or a call has been too long."""
+        """Waits for a message, a caller or the next deadline; receives messages."""
         deadlines = [
             call.deadline for p in self._processes for call in p.calls.values()
         ]
@@ -223,7 +224,7 @@ class Workers(contextlib.AbstractContextManager[Any]):
         if call is None:
             return  # cancelled meanwhile
         if kind is worker.Kind.BEGUN:
-            # One of several ends by itself; that a process hangs is seen behind it.
+            # A worker with concurrent calls times out by itself, unless it hangs.
             grace = worker.GRACE_SECONDS if self._in_flight > 1 else 0.0
             call.deadline = time.monotonic() + call.timeout + grace
             return
@@ -236,7 +237,7 @@ class Workers(contextlib.AbstractContextManager[Any]):
             _set(call.future, self._error(value))
 
     def _lost(self, process: _Process) -> None:
-        """Sees to the calls of a process that has ended by itself."""
+        """Fails or repeats the calls of a process that has ended by itself."""
         status = process.status()
         if not process.ready:
             self._failed_starts += 1
@@ -254,7 +255,6 @@ class Workers(contextlib.AbstractContextManager[Any]):
             self._give_up(f"{STARTS} in a row ended as they started (status {status})")
 
     def _end_late(self) -> None:
-        """Ends processes with a call that has been too long."""
         now = time.monotonic()
         for process in [*self._processes]:
             late = [call for call in process.calls.values() if call.deadline < now]
@@ -267,7 +267,7 @@ class Workers(contextlib.AbstractContextManager[Any]):
                 self._end(process)
 
     def _end(self, process: _Process) -> None:
-        """Ends a process; the calls that it has left are asked again."""
+        """Ends a process and puts its remaining calls back into the queue."""
         self._processes.remove(process)
         process.end()
         self._ending.append(process)
@@ -285,12 +285,12 @@ class Workers(contextlib.AbstractContextManager[Any]):
             for number in numbers & process.calls.keys():
                 del process.calls[number]
                 if self._in_flight == 1:
-                    self._end(process)  # it would go on
+                    self._end(process)  # a plain call cannot be interrupted
                 else:
                     self._send(process, (number, None, 0.0))
 
     def _hand_out(self) -> None:
-        """Sends calls to the processes that have fewest, or to new ones."""
+        """Sends calls to idle processes, else to new ones, else to the least busy."""
         while self._waiting:
             free = [process for process in self._processes if self._takes(process)]
             process = min(free, key=lambda p: len(p.calls), default=None)
@@ -306,13 +306,12 @@ class Workers(contextlib.AbstractContextManager[Any]):
             self._send(process, (call.number, call.data, call.timeout))
 
     def _takes(self, process: _Process) -> bool:
-        """Whether a process may have the next call beside those that it has."""
         calls = [*process.calls.values(), self._waiting[0]]
         alone = any(call.deaths for call in calls)
         return len(calls) <= (1 if alone else self._in_flight)
 
     def _send(self, process: _Process, message: tuple[Any, ...]) -> None:
-        with contextlib.suppress(OSError):  # it has ended, as `_receive` will see
+        with contextlib.suppress(OSError):  # it has ended; `_receive` handles that
             process.link.send(message)
 
     def _give_up(self, why: str) -> None:

@@ -40,6 +40,7 @@ def surprise(tokens: list[int], *, first: int) -> list[float]:
     return [-np.log(probabilities[t - 1, tokens[t]]) for t in range(first, len(tokens))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", one_in(3, [2, 1, 3]))
 def test_perplexity_is_a_mean_over_tokens_however_they_are_batched(batch_size):
     stats = text_stats(

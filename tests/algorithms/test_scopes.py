@@ -118,6 +118,7 @@ def test_exact_kl_is_of_the_reference(placement):
     assert ("loss", "while") in scopes
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:KL penalty")
 def test_the_policy_s_part_of_exact_kl_is_not_the_reference_s():
     """Loops over layers, and the vocabulary loop for both, are in no scope."""

@@ -45,6 +45,7 @@ def edited(tmp_path, name, *, tensors=None, drop=(), **options):
     return folder
 
 
+@pytest.mark.cases(quick=1)
 @for_each
 def test_logits_are_those_of_the_whole_model_without_images(name, capsys):
     model, params = hf.load(FIXTURES / name, dtype="float32")

@@ -192,6 +192,7 @@ def test_merged_adapters_are_rounded_once(tmp_path, name, stored):
     assert {tensor.dtype.name for tensor in file.values()} == {name}
 
 
+@pytest.mark.slow
 def test_adapters_that_do_not_fit_are_refused(tmp_path):
     base = frozen.freeze(toy_files.params())
     adapters = lora.init(jax.random.key(0), model=toy_files.MODEL, lora=RANK_2)

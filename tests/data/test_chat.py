@@ -397,7 +397,7 @@ def test_whole_conversations_are_cut_before_their_last_turn(tmp_path):
         (
             files.read_prompts,
             {"prompt": [{"role": "user", "content": [{"type": "text"}]}]},
-            "whose content is no text",
+            "whose content is not a text",
         ),
         (files.read_prompts, {"prompt": []}, "in 'prompt', got an empty list; remove"),
         (

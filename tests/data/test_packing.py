@@ -141,6 +141,7 @@ def test_first_fit_does_not_ask_every_row():
     assert seconds(160_000) < 2.5 * 16 * min(seconds(10_000) for _ in range(3)) + 0.2
 
 
+@pytest.mark.slow
 def test_every_row_once_an_epoch_at_random_access():
     batches, count = stream()
     steps = 3 * count

@@ -8,7 +8,7 @@ import pytest
 import toy_files
 from hypothesis import strategies as st
 
-from rlhf_jax.data import packing, unpaired
+from rlhf_jax.data import packing, splits, unpaired
 from rlhf_jax.functional.checks import InputError
 
 ROWS = [
@@ -59,7 +59,7 @@ def test_each_text_has_a_response_to_another_prompt(tmp_path, tokenizer):
         assert text.pair == (text.prompt, text.completion, text.mismatched, None)
     again = unpaired.encode_labelled(tokenizer, rows, **options)
     assert again == texts
-    groups = unpaired.by_prompt(texts)
+    groups = splits.by_prompt(texts)
     assert sorted(len(group) for group in groups) == [1, 2, 2]
     assert all(len({tuple(t.prompt) for t in group}) == 1 for group in groups)
 

@@ -112,6 +112,7 @@ def test_places_without_a_row_may_hold_anything(monkeypatch):
         np.testing.assert_allclose(mine, other, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "run",
     [total, pytest.param(gradient, marks=pytest.mark.slow)],

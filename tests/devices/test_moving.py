@@ -44,7 +44,7 @@ def check(array, old, new):
         assert np.asarray(shard.data).tobytes() == array[shard.index].tobytes()
 
 
-@pytest.mark.cases(quick=5)
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "new",

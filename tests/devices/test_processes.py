@@ -521,7 +521,7 @@ def test_a_killed_run_goes_on_as_one_process_and_back(files, whole, tmp_path):
     assert time.monotonic() - lost_at < 60
     ours = [line for line in error.splitlines() if line.startswith("stopped: ")]
     (line,) = ours  # whoever notices it first, JAX or what waits for the other
-    assert "a process may be lost; the snapshots before stay" in line
+    assert "a process may be lost; earlier snapshots are kept" in line
     stage = tmp_path / "run" / "snapshots" / "ppo"
     assert numbers(stage) in ([2], [2, 4])
     # One process goes a step, and two go on with the rest, on another mesh.

@@ -87,6 +87,7 @@ def test_a_run_from_kept_programs_is_the_run_that_compiled_them(tmp_path):
         assert (tmp_path / name / "metrics.jsonl").read_bytes() == rows
 
 
+@pytest.mark.slow
 def test_what_the_disk_did_not_have_is_counted(tmp_path):
     code = (
         "import sys, pathlib, jax, jax.numpy as jnp\n"

@@ -263,7 +263,7 @@ def test_an_adapter_lies_where_its_mesh_has_an_axis():
 @pytest.mark.parametrize(
     "shape", [MeshShape(data=4, tensor=2), MeshShape(fsdp=8)], ids=str
 )
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 def test_spread_adapters_give_the_same_logprobs_and_gradients(shape):
     adapted = lora.LoRA(rank=4)
     base = fresh(GPT2).policy

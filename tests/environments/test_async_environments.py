@@ -36,6 +36,7 @@ def test_calls_wait_beside_each_other(pool):
     assert {pickle.loads(answer.state) for answer in answers} == {1}
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize(
     ("response", "why"),
     [
@@ -51,6 +52,7 @@ def test_a_failure_ends_its_call_alone(pool, response, why):
     assert one.why == ""
 
 
+@pytest.mark.slow
 def test_a_call_that_hangs_is_ended_and_its_process_goes_on():
     with EnvironmentPool(Slow(), num_workers=1, timeout=0.5) as pool:
         one, hangs, other = answers_to(pool, "nap", "hang", "nap")

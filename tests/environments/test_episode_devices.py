@@ -120,6 +120,7 @@ def test_a_device_reads_a_prompt_that_its_rows_share_once():
     assert count == (5 + 2 * 2) + (5 + 1 * 2) + 4
 
 
+@pytest.mark.slow
 def test_weights_lie_whole_on_every_device_and_places_apart():
     mesh = made(MESHES[1])
     params = sharding.place(params_of(tiny.GPT2), mesh=mesh)

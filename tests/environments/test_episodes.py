@@ -228,6 +228,7 @@ def test_an_observation_that_cannot_be_encoded_may_stop_the_run():
         drawn(tiny.GPT2, params_of(tiny.GPT2), Script(on_failure="stop"), rejects="99")
 
 
+@pytest.mark.slow
 def test_a_slow_answer_ends_its_episode_alone():
     model = tiny.GPT2
     params = params_of(model)
@@ -300,6 +301,7 @@ def test_an_episode_that_nothing_moves_on_raises(monkeypatch):
 OFTEN = {"stop_ids": tuple(range(1, 11))}  # nearly every token ends a turn
 
 
+@pytest.mark.slow
 def test_the_room_of_an_episode_ends_it():
     model = tiny.GPT2
     limits = episodes.Limits(tokens=10, turn_tokens=3, turns=99)

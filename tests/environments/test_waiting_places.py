@@ -99,6 +99,7 @@ def test_they_come_back_to_any_replica(shape, monkeypatch, counted):
     assert counts["put"] >= 1
 
 
+@pytest.mark.slow
 def test_nobody_leaves_a_place_that_nobody_needs(monkeypatch, counted):
     monkeypatch.setattr(places, "PATIENCE", 0.0)
     late = Script(latency=lambda row, turn: 0.05)

@@ -264,6 +264,7 @@ def test_three_updates_are_those_of_the_library(name):
                 near(leaf, expected, f"{role}{jax.tree_util.keystr(path)}")
 
 
+@pytest.mark.slow
 def test_the_sampler_draws_from_the_library_s_policy():
     draw, _ = programs("ppo")
     params, key = decoder_params(0), jax.random.key(7)

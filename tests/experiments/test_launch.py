@@ -63,6 +63,7 @@ def config_of(words, monkeypatch):
     return config, bool(joined)
 
 
+@pytest.mark.cases(quick=3)
 @pytest.mark.parametrize(
     ("status", "state", "restarts", "requeued"),
     [

@@ -620,7 +620,7 @@ def test_wrong_input_says_what_to_do():
         value_loss(MASK.astype(np.int32), **VALUE)
     with pytest.raises(ValueError, match=r"clip_range: expected .* above 0, got 0"):
         losses.value_loss(**VALUE, mask=MASK, clip_range=0.0)
-    with pytest.raises(ValueError, match=r"count: expected shape \(\), got \(4,\)"):
+    with pytest.raises(ValueError, match=r"num_tokens: expected shape \(\), got \(4,"):
         language_model_loss(MASK, jnp.ones(4), None, **LANGUAGE)
     with pytest.raises(ValueError, match=r"num_tokens: expected shape \(\), got \(4,"):
         policy_loss(MASK, jnp.ones(4), None, **POLICY)

@@ -89,6 +89,7 @@ def by_loop(k=K, **bounds):
     return output
 
 
+@pytest.mark.cases(quick=3)
 @pytest.mark.parametrize("k", [1, K, VOCAB])
 @pytest.mark.parametrize("name", BOUNDS)
 def test_the_gradient_is_that_of_a_loop(name, k):

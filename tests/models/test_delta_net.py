@@ -124,6 +124,7 @@ def test_gradients_are_those_of_the_recurrence_in_float64(chunk):
         np.testing.assert_allclose(gradient, expected, atol=3e-5, err_msg=str(i))
 
 
+@pytest.mark.slow
 def test_gradients_of_steps_are_those_of_chunks():
     arrays = drawn(seed=3)
     texts = np.zeros((ROWS, COLUMNS), np.int32)
@@ -147,6 +148,7 @@ def logprobs(model, tokens, mask, **options):
     return np.asarray(run(tiny.params(model), tokens=tokens, mask=mask, **options))
 
 
+@pytest.mark.slow
 def test_padding_leaves_the_state_as_it_is():
     """State and next token are the same for any content of the padding."""
     model, params = tiny.HYBRID, tiny.params(tiny.HYBRID)
@@ -198,6 +200,7 @@ def test_layers_in_int8_on_the_host():
     np.testing.assert_allclose(again, of_read, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_kinds_of_layers_that_do_not_repeat():
     model = tiny.HYBRID
     kinds = (True, False, True, True, True, False)
@@ -211,6 +214,7 @@ def test_kinds_of_layers_that_do_not_repeat():
     assert np.isfinite(logprobs(uneven, tokens, mask)).all()
 
 
+@pytest.mark.slow
 def test_each_field_of_the_shape_is_read():
     shape = tiny.HYBRID.delta_net
     sizes = jax.tree.map(lambda leaf: leaf.shape, decoder.shapes(tiny.HYBRID))
@@ -222,6 +226,7 @@ def test_each_field_of_the_shape_is_read():
     assert "gate" not in decoder.shapes(plain)["layers"]["attention"]
 
 
+@pytest.mark.slow
 def test_in_bfloat16_the_memory_is_float32():
     model = tiny.bfloat16(tiny.HYBRID)
     tokens, mask = tiny.batch((5, 3), 6, side="left")
@@ -247,7 +252,7 @@ def test_what_cannot_be_is_named():
     shapes = tiny.shapes(tiny.HYBRID)
     hidden = functools.partial(decoder.hidden_states, model=tiny.HYBRID)
     segments = mask.astype(np.int32)
-    with pytest.raises(InputError, match="attention alone for texts that share a pref"):
+    with pytest.raises(InputError, match="without recurrent layers for texts that sh"):
         jax.eval_shape(
             functools.partial(hidden, tokens=tokens, mask=mask),
             shapes,

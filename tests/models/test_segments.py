@@ -182,6 +182,7 @@ def test_segments_of_another_shape():
         )
 
 
+@pytest.mark.slow
 def test_texts_that_share_a_beginning():
     """The shared beginning is stored once: a b, then the continuations c d and e."""
     model, params = tiny.LLAMA, tiny.params(tiny.LLAMA)

@@ -104,6 +104,7 @@ def test_experts_that_rows_meet_are_read_once():
     assert read == 2 * numbers / 4
 
 
+@pytest.mark.slow
 def test_a_plan_tells_experts_that_are_read_and_the_record_of_them(monkeypatch):
     """16 rows of 6 + 4 columns; two layers of 8 experts, of which a token uses 2."""
     shape = dataclasses.replace(

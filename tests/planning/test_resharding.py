@@ -66,6 +66,7 @@ def test_nothing_is_received_where_a_layout_stays(shapes):
     assert (received.bytes, received.across) == (0, 0.0)
 
 
+@pytest.mark.slow
 def test_seconds_of_both_links(shapes):
     program = Program(
         name="sampling",

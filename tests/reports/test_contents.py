@@ -207,7 +207,7 @@ def test_damaged_and_unproven_runs_are_told(tmp_path):
     assert damaged.startswith("b IS DAMAGED")
     assert "metrics.jsonl: SHA-256" in damaged
     assert unproven.startswith(
-        "Not proven are files of 1 of 3 runs, as of c: a version"
+        "Files of 1 of 3 runs are not proven, for example of c: written"
     )
     assert [record["damaged"] for record in data["runs"]] == [False, True, False]
 
@@ -285,9 +285,9 @@ def test_the_metrics_that_are_asked_for_are_open_first(tmp_path):
     rewritten(folder, "objective/kl", ["NaN", "NaN"])
     rows = metrics.read(folder / "metrics.jsonl")
     lines(folder / "metrics.jsonl", [row | {"loss/policy": 1.0} for row in rows])
-    with pytest.raises(InputError, match=r"got objective/kl, which none has"):
+    with pytest.raises(InputError, match=r"got objective/kl, which no run has"):
         data_of(folder, metrics=["objective/kl"])
-    with pytest.raises(InputError, match=r"got kl/objective, which none has; there"):
+    with pytest.raises(InputError, match=r"got kl/objective, which no run has; choose"):
         data_of(folder, metrics=["kl/objective"])
 
 

@@ -114,7 +114,7 @@ def test_watch_without_the_library_ends_before_it_serves(tmp_path, monkeypatch, 
         (["x" * 300, "--html", "x.html"], "File name too long"),
         (["RUN", "--html", "pipe"], "got no regular file"),
         (["none", "--html", "x.html"], "expected the folder of a run"),
-        (["RUN", "--html", "x.html", "--metrics", "kl"], "got kl, which none has"),
+        (["RUN", "--html", "x.html", "--metrics", "kl"], "got kl, which no run has"),
         (
             ["RUN", "--watch", "--port", "70000"],
             "--port: expected a number of at least 0 and of at most 65535",

@@ -429,8 +429,8 @@ def test_methods_say_what_is_missing_and_what_differs(tmp_path):
         published(tmp_path / "sweep", tmp_path / "paper") / "methods.md"
     ).read_text()
     for fact in (
-        "No receipt of data (data.json) is there.",
-        "No snapshot with a digest of the data is there.",
+        "There is no receipt of the data (data.json).",
+        "There is no snapshot with a digest of the data.",
         "jax 0.10.2 (seeds 0, 2); ",
         "not recorded (seed 1)",
         "Model: runs/sft_0/model (seed 0); runs/sft_1/model (seed 1); "
@@ -446,7 +446,7 @@ def test_methods_say_what_is_missing_and_what_differs(tmp_path):
         published(tmp_path / "sweep", tmp_path / "paper") / "methods.md"
     ).read_text()
     assert "No config names a model." in text
-    assert "No versions are recorded. Nor is the hardware." in text
+    assert "No versions are recorded. The hardware is not recorded." in text
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ def test_the_page_and_its_data_and_nothing_else(served):
         assert fetched(server, "/", method=method)[0] == 501, method
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1:1", "127.0.0.1"])
 def test_another_name_for_this_address_is_not_answered(host, served):
     """Otherwise a site whose name resolves to this address could read the runs."""

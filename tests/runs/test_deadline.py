@@ -214,9 +214,7 @@ def test_a_save_that_fails_is_told_and_ends_the_process_too(monkeypatch):
 
     status, printed = ended(monkeypatch, save, late=False)
     assert status == [1]
-    assert (
-        "expected to save, got OSError: no space left; the snapshots before" in printed
-    )
+    assert "expected to save, got OSError: no space left; earlier snapshots" in printed
 
 
 def test_a_snapshot_waits_no_longer_for_what_is_still_drawn(tmp_path, monkeypatch):
@@ -238,7 +236,7 @@ def test_a_snapshot_waits_no_longer_for_what_is_still_drawn(tmp_path, monkeypatc
         with pytest.raises(command_line.Interrupted):
             stage.end_step(0, {"score": (jnp.float32(0), jnp.float32(1))})
     assert status == [128 + signal.SIGTERM]
-    assert "its rollouts are not drawn; the snapshots before stay" in "".join(lines)
+    assert "its rollouts are not drawn; earlier snapshots are kept" in "".join(lines)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])

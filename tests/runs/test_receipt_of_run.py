@@ -153,7 +153,8 @@ def test_a_run_folder_has_it_and_a_resume_leaves_it(tmp_path, capsys):
     changed["sources"][0]["read"] = 5000
     assert opened(again, changed).read_bytes() == before
     err = capsys.readouterr().err
-    assert f"{path} says how this run began, and --data is read otherwise now" in err
+    assert f"{path} records how this run began" in err
+    assert "began, and --data is now read differently" in err
 
 
 def test_a_run_from_before_gets_one_at_its_resume(tmp_path):
@@ -167,7 +168,7 @@ def test_a_file_that_is_not_a_receipt_is_left(tmp_path, capsys):
     opened(Config(out=tmp_path / "run"), DATA).write_text("[")
     again = Config(out=tmp_path / "run", resume=True)
     assert opened(again, DATA).read_text() == "["
-    assert "--data is read otherwise now" in capsys.readouterr().err
+    assert "--data is now read differently" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_refused_gets_none(tmp_path):

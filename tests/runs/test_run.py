@@ -134,8 +134,8 @@ def test_a_resume_with_another_reference_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("of", "message_end"),
     [
-        ("update", "and nothing was updated meanwhile"),
-        ("critic", "of the critic's, which was not updated meanwhile, though the"),
+        ("update", "so nothing was updated in these steps"),
+        ("critic", "in the critic, which was not updated in these steps, while the"),
     ],
 )
 def test_skips_in_a_row_stop_the_run_and_leave_the_last_good_snapshot(

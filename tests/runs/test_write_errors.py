@@ -98,7 +98,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_afterwards(
     assert ended.returncode == 1, ended.stderr
     assert ended.stderr.splitlines()[-1:] == stopped
     assert "Traceback" not in ended.stderr
-    assert f"{out / name} could not be written: File too large; safe are" in stopped[0]
+    assert f"{out / name} could not be written: File too large; safe: " in stopped[0]
     assert safe in stopped[0]
     assert f"--config {out / 'config.json'} --resume" in stopped[0]
     assert start("--out", out, "--resume").returncode == 0

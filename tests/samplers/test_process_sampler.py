@@ -90,6 +90,7 @@ def test_both_draw_what_the_program_of_an_iteration_does(outside):
     assert (tokens[0] != tokens[1]).any()
 
 
+@pytest.mark.slow
 def test_a_draw_of_another_version_is_refused(outside):
     sampler, _ = outside
     sampler.hand_over(params(0), version=2)

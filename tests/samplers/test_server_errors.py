@@ -66,6 +66,7 @@ def sampler(url, **options):
     return ServerSampler(url, RECIPE, tolerance=1e-4, timeout=60.0, **options)
 
 
+@pytest.mark.slow
 def test_what_is_asked_and_handed_over(toy, url, tmp_path):
     with sampler(url, weights=tmp_path / "new") as server:
         assert server.hand_over(PARAMS, version=4) < 1e-5

@@ -83,7 +83,7 @@ def test_answers(claim, answer, seeds, difference):
         ("gold(kl_coef=False) > 1", "that a cell of the grid has, got kl_coef=False"),
         ("gold(kl_coef={1, [2]}) > 1", "{1, [2]}"),
         ("gold(kl_coef=0) > True", "True"),
-        ("gold(kl_coef=0) > 1e999", "got one with inf, which is no finite number"),
+        ("gold(kl_coef=0) > 1e999", "got one with inf, which is not a finite number"),
     ],
 )
 def test_what_is_no_claim(claim, message):

@@ -57,12 +57,12 @@ def test_a_number_of_a_run(run, measure, expected):
         (
             Measure(metric="objective/scores"),
             "measure score: expected a finite number in metrics.jsonl, got "
-            "objective/scores, which no run has; there are objective/kl",
+            "objective/scores, which no run has; known are objective/kl",
         ),
         (
             Measure(summary="policy.golds"),
             "a finite number in summary.json, got policy.golds, which no run has; "
-            "there are policy.gold",
+            "known are policy.gold",
         ),
     ],
 )

@@ -43,7 +43,7 @@ def test_results_of_before_a_start_that_was_stopped_are_not_proven(swept):
     run(swept, 1)
     checked = results.check(swept)
     assert checked.faults == []
-    assert "before a start that was stopped" in checked.unproven[0]
+    assert "after a start that was stopped" in checked.unproven[0]
     results.seal_again(swept)
     assert results.check(swept) == (3, [], [], [], [])
 

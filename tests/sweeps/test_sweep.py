@@ -407,7 +407,7 @@ def test_a_measure_that_no_run_has_does_not_hide_the_others(tmp_path, capsys):
     assert results["cells"]["slope=2"]["bad"]["estimate"] is None
     assert results["cells"]["slope=2"]["end"]["estimate"]["seeds"] == 3
     with pytest.raises(
-        InputError, match=r"got valve, which no run has; there are valu"
+        InputError, match=r"got valve, which no run has; known are valu"
     ):
         swept(tmp_path, text.replace(", 13.0]", "]"))
 

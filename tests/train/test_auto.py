@@ -76,6 +76,7 @@ def test_what_does_not_fit_as_copies_is_shared():
     assert made(config) == (MeshShape(fsdp=8), "none", None)
 
 
+@pytest.mark.slow
 def test_remat_and_micro_batches_give_way_to_what_has_room():
     shared = (STATE + REFERENCE) // 8
     given, eight = "--placement.policy=fsdp=8", "--micro-batch-size=8"
@@ -202,6 +203,7 @@ def choose_of(name, *words, memory, heads=8):
     return task.config, lines
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("name", SUPERVISED)
 def test_supervised_commands_choose_too(name):
     """Rows have 10 tokens; a pair's two texts share a row in DPO, else have two."""

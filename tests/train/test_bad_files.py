@@ -40,7 +40,7 @@ FILES = {
     "comment": (b"// rows\n{}\n", f"{OBJECT} '// rows'"),
 }
 WRITTEN = "bad.jsonl:1: expected text or messages in '{}', got "
-MESSAGES = "bad.jsonl:1: expected messages as .* in '{}', got .*whose {} is no text"
+MESSAGES = "bad.jsonl:1: expected messages as .* in '{}', got .*whose {} is not a text"
 # Values of the field that is asked, for every trainer.
 PROMPT_FIELDS = {
     "null": (None, WRITTEN + "NoneType None"),

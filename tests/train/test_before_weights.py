@@ -160,7 +160,7 @@ def no_weights(files, monkeypatch):
     monkeypatch.chdir(files)
 
 
-@pytest.mark.cases(quick=20)
+@pytest.mark.cases(quick=10)
 @pytest.mark.parametrize(("command", "wrong", "message"), CASES)
 def test_a_mistake_is_told_before_weights(
     no_weights, files, capsys, command, wrong, message
@@ -174,6 +174,7 @@ def test_a_mistake_is_told_before_weights(
     assert not (files / "out").exists()
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("command", ["grpo", "sft"])
 @pytest.mark.parametrize(
     ("wrong", "message"),

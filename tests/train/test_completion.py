@@ -47,7 +47,7 @@ def shell(request, tmp_path_factory):
     return request.param, path
 
 
-@pytest.mark.cases(quick=6)
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize(("words", "completed"), COMPLETED)
 def test_a_shell_completes(shell, words, completed):
     name, script = shell

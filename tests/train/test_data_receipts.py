@@ -107,6 +107,7 @@ def check(source, file, *, read, left_out, uses, read_fields, unread=("by",)):
     assert tuple(source["fields"]["unread"]) == unread
 
 
+@pytest.mark.slow
 def test_sft(begin, files):
     sources, data, out = begin(
         *(sft, "--data={}/demos.jsonl", "--overlong=drop", "--held-out=0.2"),
@@ -136,6 +137,7 @@ def test_sft_of_plain_text(begin):
     assert sum(of["tokens_learned"] for of in source["uses"].values()) == 79
 
 
+@pytest.mark.slow
 def test_dpo(begin, files):
     sources, *_ = begin(
         *(dpo, "--data={}/pairs.jsonl", "--overlong=drop", "--held-out=0.2"),

@@ -212,6 +212,7 @@ def test_the_loss_on_texts_shows_forgetting(whole):
     assert {"objective/scores", "objective/kl_exact", "response/length"} <= row.keys()
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_last_bit(whole, files, tmp_path):
     """The newest snapshot is removed; rows of the killed process remain."""
     out, options, _ = whole

@@ -130,6 +130,7 @@ def test_online_dpo_is_the_same_trainer_with_another_recipe(files, tmp_path):
     assert rows[-1]["objective/scores"] > rows[0]["objective/scores"] + 0.3
 
 
+@pytest.mark.slow
 def test_the_mixture_is_sampled_with_the_run_s_reference(files, monkeypatch):
     """Records the sampler's arguments without sampling."""
     recorded_options = {}

@@ -282,6 +282,7 @@ def test_every_method_but_the_mixture_takes_a_process(files, command, options):
     assert bits(runs[0]) == bits(runs[1])
 
 
+@pytest.mark.slow
 def test_the_mixture_of_nash_md_is_drawn_beside_the_policy(files, capsys):
     command = rlhf_jax.train.methods.nash_md.command
     with pytest.raises(SystemExit):

@@ -193,12 +193,13 @@ def test_help_shows_the_presets_and_their_values(capsys):
     for option, value in {
         "--kl-coef {None}|FLOAT": "0.15",
         "--batch-size INT": "512",
-        "--fixed-length TRUNCATE_AFTER": "truncate_after=16, reward_only=true",
-        " --optimizer adam|": "tf_adam, eps=1e-05",
+        "--fixed-length TRUNCATE_AFTER": "truncate_after=16,reward_only=true",
+        " --optimizer adam|": "tf_adam,eps=1e-05",
         " --kl-control fixed|": "adaptive,target=6.0,unit=response",
     }.items():
         start = text.index(option)
-        assert re.search(r"\(default: (.+?)\)", text[start:])[1] == value
+        default = re.search(r"\(default: (.+?)\)", text[start:])[1]
+        assert default.replace(", ", ",") == value  # a line may end after a comma
 
 
 def test_a_critic_of_the_reward_model_needs_one():

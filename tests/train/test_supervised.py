@@ -115,7 +115,7 @@ SCHEDULES = {  # sums over four updates of a peak of 1/64
 }
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [

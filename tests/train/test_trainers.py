@@ -603,7 +603,7 @@ def other_scorer(folder, *, words):
     return folder
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [

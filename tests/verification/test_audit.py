@@ -96,6 +96,6 @@ def test_without_isolation_it_says_how_to_go_on(tmp_path, monkeypatch, capsys):
         main.main(["audit-verifier", str(tmp_path / "rows.jsonl")])
     assert ended.value.code == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: expected a system that sets generated code apart")
+    assert error.startswith("error: expected a system that can isolate generated code")
     assert "no program bwrap" in error
     assert "--unsafe-verifier" in error

@@ -23,10 +23,10 @@ CHEATS = {one.name: one for one in audit.programs(audit.CHEATS) if one.tests}
 # Right programs that are not judged, and what is said of them.
 REFUSED = {
     "an enumeration of numbers": "'int' object has no attribute 'name'",
-    "a stack": "a Stack of the code's is used as a plain value",
-    "fluent, and its length": "a Stack of the code's is used as a plain value",
-    "own class compared by its own method": "a V of the code's is compared",
-    "a class of the tests with methods": "a Shape of the test's went over without",
+    "a stack": "a Stack object of the code is used as a plain value",
+    "fluent, and its length": "a Stack object of the code is used as a plain value",
+    "own class compared by its own method": "a V object of the code is compared",
+    "a class of the tests with methods": "a Shape object of the test lost its methods",
     "a package that is not there": "No module named 'pandas'",
     "processes": "Error: [Errno ",  # the number is another for each way
     "an asynchronous context manager": "does not support the asynchronous context",
@@ -214,7 +214,7 @@ def test_without_isolation_nothing_runs_unless_asked_for(only):
     only("none")
     with pytest.raises(InputError, match="install bubblewrap, or run on Linux"):
         run_tests(ADD, TESTS)
-    with pytest.raises(ValueError, match="expected a system that sets generated code"):
+    with pytest.raises(ValueError, match="expected a system that can isolate"):
         verifier.PythonTests().isolated(unsafe=False)
     assert run_tests(ADD, TESTS, unsafe=True).right
     assert verifier.PythonTests().isolated(unsafe=True).unsafe

@@ -350,6 +350,7 @@ CODES = {
 }
 
 
+@pytest.mark.slow
 def test_what_a_verifier_counts_is_a_share_of_all():
     """Of five programs one each is refused, too slow, suspicious and correct."""
     verifier = PythonTests(extract="whole", seconds=2.0, unsafe=True)

@@ -1,4 +1,4 @@
-"""On-policy distillation: a student samples, and learns a teacher's distributions."""
+"""On-policy distillation: a student learns a teacher's distributions on its samples."""
 
 from rlhf_jax.algorithms.distill.recipe import Distill, DistillRecipe, Divergence
 from rlhf_jax.algorithms.flow.teacher import TeacherPrompts, head_of, teacher_states

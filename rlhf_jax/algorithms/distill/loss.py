@@ -1,4 +1,4 @@
-"""The loss of distillation: a divergence at every token, beside the policy loss."""
+"""The loss of distillation: a divergence at every token, plus the policy loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhf_jax.models.packing import Packing
 from rlhf_jax.roles.policy import exact_kl
 from rlhf_jax.roles.reference.frozen import FrozenModels, adapted_params, read, shape_of
 
-if TYPE_CHECKING:  # whose loss this is
+if TYPE_CHECKING:  # its recipe, which imports this module
     from rlhf_jax.algorithms.distill.recipe import Distill
 
 Array = jax.Array
@@ -37,20 +37,20 @@ def distillation_loss(
 ) -> tuple[Array, masked.Stats]:
     """L = β Σ_t w_t·D(student ‖ teacher)_t + policy_loss of a (micro-)batch.
 
-    D is `recipe.divergence` of the distributions of token t, over the vocabulary, and w
-    the weights of `recipe.aggregation`. The prefixes are the student's samples and are
-    not differentiated, and the gradient reaches the student's parameters alone. The
-    policy loss is there where something reads its advantages.
+    D is `recipe.divergence` between the distributions of token t over the vocabulary,
+    and w the weights of `recipe.aggregation`. The prefixes are the student's samples,
+    which are not differentiated. The gradient reaches the student's parameters only.
+    The policy loss is a term only if `recipe.reads_advantages`.
 
     Args:
-      frozen: whose reference is the teacher, or its head where the experience has its
-        hidden states.
+      frozen: its reference is the teacher, or the teacher's head where the experience
+        has the teacher's hidden states.
 
     Returns:
       f32[] and {name: (sum, weight)}; `loss/divergence` is D, nats per token.
 
     Raises:
-      InputError: there is no teacher, or hidden states of padded rows with a packing.
+      InputError: there is no teacher, or hidden states come with a packing.
 
     Source: Agarwal et al. 2023, arXiv:2306.13649, algorithm 1 with λ = 1.
     """
@@ -80,8 +80,8 @@ def distillation_loss(
     teacher_model = shape_of(teacher, policy=recipe.model)
     teacher_hidden = experience.ref_hidden
     if teacher_hidden is None:
-        # The teacher runs again in every minibatch; `teacher_states` runs it once, for
-        # the memory of its hidden states.
+        # The teacher runs in every minibatch. `teacher_states` would run it once, and
+        # keep its hidden states in memory.
         teacher_hidden = texts.hidden_states(read(teacher), model=teacher_model)
     elif packing is not None:
         raise InputError(
@@ -89,7 +89,7 @@ def distillation_loss(
             "padded rows; leave one of them out"
         )
     mixed = recipe.divergence == "jensen_shannon"
-    # The policy's states are those of `policy_terms`: one forward pass of the student.
+    # `policy_terms` returned the student's states: one forward pass serves both.
     divergence = exact_kl(
         adapted_params(policy, base=frozen.base, lora=recipe.lora),
         hidden,
@@ -112,7 +112,7 @@ def distillation_loss(
         num_tokens=num_tokens,
         num_responses=num_responses,
     )
-    # For the log alone; the loss below keeps its gradient.
+    # A statistic; the loss below keeps its gradient.
     of_tokens = masked.masked_sum(jax.lax.stop_gradient(divergence), mask=mask)
     stats |= {"loss/divergence": (of_tokens, mask.sum(dtype=jnp.float32))}
     return loss + kl_coef * masked.masked_sum(weights * divergence, mask=mask), stats

@@ -1,10 +1,10 @@
-"""The options of on-policy distillation, and what it brings: an experience and a loss.
+"""On-policy distillation: its options, its experience and its loss.
 
     loss = β·divergence(student, teacher), per token
            + policy loss of the reward, if there is one
 
-The teacher is the reference of the KL, so that everything that is reported of the
-reference (`objective/kl`) is of the teacher.
+The teacher takes the place of the reference, so metrics of the reference
+(`objective/kl`) are about the teacher.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Array = jax.Array
 Divergence = Literal["reverse", "forward", "jensen_shannon"]
 MEASURED = Penalty(placement=None)
 HALF = 0.5
-# Options that nothing reads where no reward is learned from.
+# Options that nothing reads without a reward to learn from.
 OF_ADVANTAGES = "scores", "whiten_advantages", "off_policy_mask", "token_choice"
 
 
@@ -44,15 +44,15 @@ class DistillRecipe(ReinforceRecipe):
     temperature: float = 1.0
     """Temperature that divides the logits of student and teacher."""
     penalty: Penalty = MEASURED
-    """Estimator of the KL to the teacher; placement reward adds it to the reward, so
-    that a token is credited with the KL of the tokens after it too."""
+    """Estimator of the KL to the teacher. Placement reward subtracts it from the
+    reward, so that a token is also credited with the KL of the tokens after it."""
     divergence: Divergence | None = "reverse"
-    """Divergence that the loss takes at every token: reverse is KL(student ‖ teacher),
-    forward KL(teacher ‖ student), jensen_shannon lies between them; None leaves the KL
-    to the reward."""
+    """Divergence in the loss at every token: reverse is KL(student ‖ teacher), forward
+    is KL(teacher ‖ student), jensen_shannon lies between them; None leaves the KL to
+    the reward."""
     jsd_beta: float = HALF
     """With divergence jensen_shannon: share of the teacher in the mixture, between 0
-    (which tends to the forward KL) and 1 (to the reverse KL)."""
+    (towards the forward KL) and 1 (towards the reverse KL)."""
     top_k: int | None = None
     """Number of the student's most likely tokens that the divergence treats one by one,
     with one bucket for all others; None treats every token one by one."""
@@ -60,10 +60,10 @@ class DistillRecipe(ReinforceRecipe):
     group_size: int = 1
     """Responses per prompt, in neighbouring rows."""
     success_score: float | None = None
-    """Score from which a response is a demonstration (SDPO): of each response the
-    teacher reads the prompt with the first such one of its group that is another, and
-    those without one are not trained on. The reward is read for this alone. None: the
-    teacher reads no response."""
+    """Lowest score of a demonstration (SDPO): for each response, the teacher reads the
+    prompt with the first other response of the group that scores this or more.
+    Responses for which there is none are not trained on. The reward then only selects
+    demonstrations. None: the teacher reads no demonstration."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -118,25 +118,25 @@ class DistillRecipe(ReinforceRecipe):
 
     @property
     def has_ratio(self) -> bool:
-        """Whether the loss has a probability ratio: none corrects here."""
+        """Whether the loss has a probability ratio that a stale sampler biases: no."""
         return False
 
     def has_policy_loss(self, *, rewarded: bool) -> bool:
-        """Whether the policy loss is a term: else its head is not differentiated."""
+        """Whether the policy loss is a term of the loss."""
         bonus = self.entropy_coef != 0 or self.entropy_control is not None
         return self._has_advantages(rewarded=rewarded) or self._guarded or bonus
 
     def _has_advantages(self, *, rewarded: bool) -> bool:
-        """Whether advantages are of something, and not 0."""
+        """Whether advantages are not 0 by definition."""
         return (rewarded and self.success_score is None) or self.penalty.in_reward
 
     @property
     def _guarded(self) -> bool:
-        """Whether updates end by the ratio of the policy loss."""
+        """Whether a guard on the ratio of the policy loss can end updates."""
         return self.stop_approxkl is not None or self.max_ratio_mean is not None
 
     def check_read(self, *, rewarded: bool) -> None:
-        """Checks that the options of the policy loss are left alone without one."""
+        """Checks that options of the policy loss have their defaults without one."""
         if self._has_advantages(rewarded=rewarded):
             return
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
@@ -161,7 +161,7 @@ class Distill(DistillRecipe, PolicyGradient):
     `Distill(**vars(recipe), model=...)` makes one of a `DistillRecipe`.
     """
 
-    rewarded: bool = False  # there is a reward beside the teacher
+    rewarded: bool = False  # there is a reward in addition to the teacher
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -185,21 +185,21 @@ class Distill(DistillRecipe, PolicyGradient):
 
     @property
     def reads_advantages(self) -> bool:
-        """Whether the policy loss is a term: else its head is not differentiated."""
+        """Whether the policy loss is a term; if not, it has no backward pass."""
         return self.has_policy_loss(rewarded=self.rewarded)
 
     def experience(
         self, scored: Scored, *, kl_coef: Array
     ) -> tuple[PolicyExperience, masked.Stats]:
-        """Rewards to go, as REINFORCE++ has them, and no stats.
+        """Rewards to go, as in REINFORCE++, and no stats.
 
-        0 without a reward, or with one that is read for demonstrations alone.
+        Advantages are 0 where the reward only selects demonstrations.
         """
         experience = reward_to_go_experience(
             scored, kl_coef=kl_coef, whiten_advantages=self.whiten_advantages
         )
         if self.success_score is not None:
-            # An entropy bonus or a guard has the policy loss computed all the same.
+            # An entropy bonus or a guard still computes the policy loss.
             none = jnp.zeros_like(experience.advantages)
             experience = dataclasses.replace(experience, advantages=none)
         return experience, {}
@@ -211,7 +211,7 @@ class Distill(DistillRecipe, PolicyGradient):
         kl_coef: Array,
         frozen: FrozenModels = NO_MODELS,
     ) -> tuple[PolicyExperience, LossFunction]:
-        """`distillation_loss` of the parts; a student has one teacher alone."""
+        """`distillation_loss` of the parts; further references are refused."""
         expect_none(
             "beside the teacher",
             advice="leave them out",

@@ -1,4 +1,4 @@
-"""DPO and its kin: preferences without a reward model."""
+"""DPO and related losses: learning from preferences without a reward model."""
 
 from rlhf_jax.algorithms.dpo.pair_loss import (
     kto_baseline,

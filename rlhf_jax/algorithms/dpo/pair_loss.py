@@ -1,7 +1,7 @@
-"""The loss of packed preferences, of log-probs of whole responses.
+"""The loss of packed preferences, from log-probs of whole responses.
 
-policy ──> token_logprobs ──> pair_logprobs ──┐
-reference ─> reference_logprobs ──> the same ─┴─> loss, by its kind
+policy ─────> token_logprobs ─────> pair_logprobs ─┐
+reference ──> reference_logprobs ─> pair_logprobs ─┴─> loss, by its kind
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Params = Any
 def reference_logprobs(
     reference: Frozen, *, batch: PackedPreferences, dpo: DPO
 ) -> Array:
-    """log π_ref of every token of every pair, as `token_logprobs`; without gradient."""
+    """log π_ref of every token of every pair, f32[B, S], nats, without gradient."""
     model = frozen.shape_of(reference, policy=dpo.model)
-    # The reference may have another shape; temperature and the rest are the policy's.
+    # The reference may have its own shape; temperature and the rest are the policy's.
     own = dataclasses.replace(dpo, model=model)
     return token_logprobs(frozen.read(reference), batch=batch, dpo=own)
 
@@ -58,7 +58,7 @@ def pair_logprobs(
     """Sums over the responses: log π(chosen | prompt) and log π(rejected | prompt).
 
     Args:
-      logprobs: f32[B, S], nats per token; those outside `response_mask` are not read.
+      logprobs: f32[B, S], nats per token; not read outside `response_mask`.
       token_mean: divide each sum by the response's tokens, EOS included.
 
     Returns:
@@ -70,11 +70,11 @@ def pair_logprobs(
     # bool[B, S, 2K]: which of the row's 2K texts a token belongs to.
     of_text = batch.segments[:, :, None] == texts[None, None, :]
     responses = of_text & batch.response_mask[:, :, None]
-    # Not a product with ones: that would round on devices that multiply in bfloat16.
+    # Not a product with ones, which rounds on devices that multiply in bfloat16.
     sums = jnp.sum(jnp.where(responses, logprobs[:, :, None], 0.0), axis=1)
     if token_mean:
         lengths = jnp.sum(responses, axis=1, dtype=jnp.float32)
-        # An empty place of a row has no token, and no 0/0.
+        # A row with fewer than K pairs has texts without a token: avoid 0/0.
         sums = sums / jnp.maximum(lengths, 1.0)
     # Segments alternate: chosen, rejected, chosen, ...
     return sums[:, 0::2], sums[:, 1::2]
@@ -89,23 +89,23 @@ def loss(
     num_pairs: Array | None = None,
     kl: Array | None = None,
 ) -> tuple[Array, masked.Stats]:
-    """The loss of the pairs, all their responses in one forward pass.
+    """The loss of the pairs, from one forward pass over all responses.
 
     Args:
       batch: PackedPreferences[b, S]; with labels for KTO.
       ref_logprobs: f32[b, S], nats, `reference_logprobs` of the same rows; None without
         a reference (`DPO.has_reference`).
-      num_pairs: f32[], pairs in the whole batch; None counts these.
-      kl: f32[], nats per response, `kto_baseline` of the whole batch; None takes KTO's
-        z0 of this one.
+      num_pairs: f32[], pairs in the whole batch; None counts the pairs of these rows.
+      kl: f32[], nats per response, `kto_baseline` of the whole batch; None computes
+        KTO's z0 from these rows.
 
     Returns:
       f32[] and the stats of `losses.dpo_loss`, `simpo_loss`, `orpo_loss` or
       `kto_loss`. No gradient reaches ref_logprobs or kl.
 
     Raises:
-      InputError: ref_logprobs is missing, or given without being read; or there are
-        labels where the kind is not kto, or none where it is.
+      InputError: ref_logprobs is missing, or given but not read; labels are missing for
+        kto, or given for another kind.
     """
     if dpo.has_reference == (ref_logprobs is None):
         free = "reference_free" if dpo.reference_free else f"kind {dpo.kind!r}"
@@ -114,8 +114,8 @@ def loss(
             f"expected no ref_logprobs with {free}, got some, which would not "
             "be read; leave one of them out"
             if ref_logprobs is not None
-            else "expected ref_logprobs, as DPO is a loss of what the policy says over "
-            "what its reference says, got none; give them (`reference_logprobs`)"
+            else "expected ref_logprobs, as DPO is a loss of log-ratios to a "
+            "reference, got none; give them (`reference_logprobs`)"
             f"{or_free}"
         )
     if (dpo.kind == "kto") != (batch.labels is not None):
@@ -187,24 +187,24 @@ def kto_baseline(
     dpo: DPO,
     base: Frozen | None = None,
 ) -> Array:
-    """KTO's z0 of a whole batch, a micro-batch at a time: a forward pass more.
+    """KTO's z0 of a whole batch, by one more forward pass, one micro-batch at a time.
 
     Args:
-      batch: PackedPreferences[B, S], whose rejected texts are of other prompts.
+      batch: PackedPreferences[B, S], whose rejected texts belong to other prompts.
 
     Returns:
       f32[], nats per response. No gradient reaches any argument.
     """
     params = adapted_params(trained, base=base, lora=dpo.lora)
     parts = micro_batches(batch, micro_batch_size=dpo.micro_batch_size)
-    # A loop, not `vmap`: one micro-batch's activations at a time.
+    # A loop, not `vmap`: the activations of one micro-batch are alive at a time.
     logprobs = jax.lax.map(
         lambda part: pair_logprobs(
             token_logprobs(params, batch=part, dpo=dpo), batch=part
         )[1],
         parts,
     )
-    # Micro-batches hold every n-th row (`micro_batches`): this undoes that.
+    # `micro_batches` gives each part every n-th row; restore the order of the batch.
     rejected = logprobs.swapaxes(0, 1).reshape(batch.pairs.shape)
     return preference_losses.kto_kl(
         logprobs=rejected.reshape(-1),

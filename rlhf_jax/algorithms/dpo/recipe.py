@@ -1,4 +1,4 @@
-"""DPO's coefficients and choices, and which of them go together."""
+"""The options of DPO, and which of them may be combined."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA
 
 PreferenceKind = Literal["sigmoid", "robust", "ipo", "hinge", "simpo", "orpo", "kto"]
-"""A loss of preferences: one of `DPOKind`, or SimPO, ORPO or KTO."""
-REFERENCE_FREE = ("simpo", "orpo")  # by definition; their log-probs are means
+"""Loss of preferences: one of `DPOKind`, or SimPO, ORPO or KTO."""
+REFERENCE_FREE = ("simpo", "orpo")  # without a reference, and with mean log-probs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,13 +23,13 @@ class DPORecipe:
     """The coefficients and choices of DPO; an option group of a command line."""
 
     beta: float = 0.1
-    """KL coefficient β, reward units per nat. With simpo it is the scale of the reward,
-    with orpo λ."""
+    """KL coefficient β, reward units per nat. For simpo it is the scale of the reward,
+    for orpo the weight λ of the odds-ratio term."""
     kind: PreferenceKind = "sigmoid"
-    """Loss: DPO's is sigmoid, SLiC's is hinge. simpo and orpo have no reference."""
+    """Loss: sigmoid is DPO's, hinge SLiC's. simpo and orpo have no reference."""
     label_smoothing: float = 0.0
-    """Probability that a preference is the wrong way round: sigmoid then is cDPO, and
-    robust corrects for it."""
+    """Probability that a preference is reversed: sigmoid then becomes cDPO, and robust
+    corrects for it."""
     target_margin: float = 0.0
     """With simpo: margin γ by which the chosen response should lead, reward units."""
     desirable_weight: float = 1.0
@@ -42,7 +42,7 @@ class DPORecipe:
     temperature: float = 1.0
     """Temperature that divides the logits of policy and reference."""
     micro_batch_size: int | None = None
-    """Rows per forward and backward pass; None is all of a batch."""
+    """Rows per forward and backward pass; None is the whole batch."""
 
     def __post_init__(self) -> None:
         checks.one_of(kind=self.kind, among=get_args(PreferenceKind))
@@ -85,7 +85,7 @@ class DPORecipe:
         )
 
     def check_reference_free(self) -> None:
-        """Refuses a kind that cannot do without its reference, or has none anyway."""
+        """Raises InputError for a kind that needs its reference, or never has one."""
         if self.kind in get_args(DPOKind):
             preference_losses.check_dpo(
                 beta=self.beta,
@@ -109,7 +109,7 @@ class DPORecipe:
 
     @property
     def dpo_kind(self) -> DPOKind:
-        """The kind of `dpo_loss`; InputError for one that has a loss of its own."""
+        """The kind as `dpo_loss` takes it; InputError for simpo, orpo and kto."""
         checks.one_of(kind=self.kind, among=get_args(DPOKind))
         return cast("DPOKind", self.kind)
 
@@ -121,10 +121,10 @@ class DPO(DPORecipe):
     `DPO(**vars(recipe), model=...)` makes one of a `DPORecipe`.
     """
 
-    model: ModelConfig  # of the policy, and of a reference that has none of its own
+    model: ModelConfig  # of the policy, and of a reference without its own shape
     optimizer: Optimizer
-    lora: LoRA | None = None  # of adapters over a base; None trains every parameter
-    reference_free: bool = False  # the reference is left out, for comparison
+    lora: LoRA | None = None  # adapters over a base; None trains every parameter
+    reference_free: bool = False  # leave the reference out, for comparison
 
     def __post_init__(self) -> None:
         super().__post_init__()

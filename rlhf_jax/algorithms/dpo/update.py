@@ -1,12 +1,12 @@
-"""DPO: PackedPreferences -> SupervisedState, preferences without a reward model.
+"""The update of DPO: PackedPreferences -> SupervisedState.
 
     preferences ─────────────────────────┬─> update
          └───> reference_logprobs ───────┘
 
-The reference is a part of the loss (`pair_loss.py`), save for the kinds that have none.
-Its log-probs are taken by `reference_logprobs`, a forward pass of a frozen model or of
-the base under LoRA, inside `update`, in a program of its own, or once for all epochs
-(`precomputed`): the same numbers.
+The loss (`pair_loss.py`) needs the reference's log-probs, except for kinds without a
+reference. `reference_logprobs` computes them by a forward pass of a frozen model, or of
+the base under LoRA: inside `update`, in a program of its own, or once for all epochs
+(`precomputed`), with equal results.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def measure(
     """The stats of `loss` for pairs that are not trained on.
 
     Args:
-      ref_logprobs: f32[B, S], nats, of the reference; None computes them by `base`.
+      ref_logprobs: f32[B, S], nats, of the reference; None computes them from `base`.
     """
     if ref_logprobs is None and base is not None and dpo.has_reference:
         ref_logprobs = reference_logprobs(base, batch=batch, dpo=dpo)
@@ -59,16 +59,15 @@ def update(
     """One optimizer step.
 
     Args:
-      ref_logprobs: f32[B, S], nats, `reference_logprobs` of this batch, live or
-        precomputed; `reference` is not run then.
-      reference: the frozen policy, run here; else None.
-      base: with adapters as the state's parameters, else None. It is the reference
-        where neither ref_logprobs nor reference is given.
+      ref_logprobs: f32[B, S], nats, `reference_logprobs` of this batch; None runs
+        `reference` or `base` here.
+      reference: the frozen reference, if it is to be run here; else None.
+      base: the base under adapters, else None. It is the reference where neither
+        ref_logprobs nor reference is given.
 
     Raises:
-      InputError: there is no reference to be had, or one that would not be read;
-        micro_batch_size does not divide B, base and lora are not given
-        together, or adapters do not fit.
+      InputError: a reference is missing, or given but not read; micro_batch_size does
+        not divide B; base and lora are not given together; adapters do not fit.
     """
     if reference is not None and (not dpo.has_reference or ref_logprobs is not None):
         other = "reference_free" if dpo.reference_free else f"kind {dpo.kind!r}"
@@ -77,12 +76,12 @@ def update(
             f"expected no reference with {other}, got one, which would not be read; "
             f"leave one of them out"
         )
-    # Under LoRA the base is the policy as it started: no second copy of the model.
+    # Under LoRA the base is the policy at its start: no second copy of the model.
     frozen_model = base if reference is None else reference
     if ref_logprobs is None and frozen_model is not None and dpo.has_reference:
         ref_logprobs = reference_logprobs(frozen_model, batch=batch, dpo=dpo)
     num_pairs, kl = batch.pairs.sum(dtype=jnp.float32), None
-    # z0 is a mean over the whole batch, which a micro-batch alone does not know.
+    # z0 is a mean over the whole batch, which a micro-batch cannot compute.
     cut = dpo.micro_batch_size not in (None, len(batch.tokens))
     if dpo.kind == "kto" and cut and ref_logprobs is not None:
         kl = kto_baseline(
@@ -90,7 +89,7 @@ def update(
         )
     return supervised_update(
         state,
-        # Log-probs of the reference travel with their rows through micro-batches.
+        # Micro-batches cut the reference's log-probs along with their rows.
         batch=(batch, ref_logprobs),
         loss=lambda params, part: loss(
             params, part[0], ref_logprobs=part[1], dpo=dpo, num_pairs=num_pairs, kl=kl

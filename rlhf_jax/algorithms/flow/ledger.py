@@ -1,19 +1,19 @@
-"""The ledger of trust: whether the sampler drew what it says, from every batch.
+"""The ledger of trust: tests on every batch that the sampler drew what it reports.
 
     rollout ──entries──> Sampled ──forward pass of the loss──> sums ──settle──┬─> trust/
             └─duplicates──────────────────────────────────────────────────────┘
 
-With μ the sampler's reported probabilities, π and H the trainer's probabilities and
-entropies of the first minibatch before anything has moved, and w = π/μ of a token, an
-honest sampler has, whatever it read before the token and however old its parameters,
+Let μ be the probabilities that the sampler reports, π and H the trainer's probabilities
+and entropies of the first minibatch before any step, and w = π/μ of a token. An honest
+sampler has, for every prefix and parameters of any age,
 
-    |log π - log μ| ≈ 0      at tokens that the trainer's own parameters drew
-    E[w] = 1                 the probabilities are those that drew the tokens
-    E[w·(-log π)] = E[w·H]   a greedy sampler, or one of top-p, draws likelier tokens
+    |log π - log μ| ≈ 0      at tokens drawn with the trainer's own parameters
+    E[w] = 1                 the reported probabilities are those of the draws
+    E[w·(-log π)] = E[w·H]   violated by greedy or top-p sampling: likelier tokens
     P(y' = y) = μ(y)         for two responses to one prompt: a shared seed repeats y
 
 The differences are martingales: their sums are compared with their spread, as z-scores.
-Nothing here runs a model: the update computes log-probs and entropies anyway.
+No model runs here: the update computes log-probs and entropies anyway.
 """
 
 from __future__ import annotations
@@ -29,14 +29,17 @@ from rlhf_jax.functional import masked
 Array = jax.Array
 
 PREFIX = "trust/"
-LARGEST_WEIGHT = 10.0  # of a token in the ledger: a bound keeps a lie finite
-OUTLIER = 1.0  # nats between log π and log μ of a token, which no rounding makes
-PARTS = 4  # of the response's columns, and of the prompts' lengths
+LARGEST_WEIGHT = 10.0  # bound of w, so that false reports stay finite
+OUTLIER = 1.0  # nats between log π and log μ of a token, beyond any rounding
+PARTS = 4  # into which response columns and prompt lengths are divided
 
 
 def entries(rollout: Rollout, *, step: Array, rows: Array) -> Sampled:
-    """What the ledger keeps of a rollout until the trainer's log-probs are known."""
-    # Rows of Nash-MD's mixture are drawn from another distribution on purpose.
+    """The entries of a rollout, kept until the trainer's log-probs are known.
+
+    Args:
+      rows: i32[N], rows that the policy drew; Nash-MD draws others from a mixture.
+    """
     ours = jnp.zeros(rollout.tokens.shape[0], bool).at[rows].set(True)
     mask = rollout.response_mask & ours[:, None]
     age = jnp.zeros(mask.shape, jnp.int32)
@@ -54,27 +57,27 @@ def sums(
     max_new_tokens: int,
     vocab_size: int,
 ) -> masked.Stats:
-    """Sums over the rows of a (micro-)batch, which add up; `settle` makes stats of all.
+    """Sums over the rows of a (micro-)batch, which add up; `settle` makes the stats.
 
     Args:
-      vocab_size: V, of ids that have a token: padding would widen the variance.
+      vocab_size: V, ids that are tokens: padding would widen the variance.
 
     Returns:
-      {name: (sum, weight)}, without gradient. Of names that end with `_z` the two are a
-      sum of differences and the sum of their squares' expectations.
+      {name: (sum, weight)}, without gradient. For names that end with `_z` the pair is
+      a sum of differences and an estimate of its variance.
     """
     logprobs, entropy = jax.lax.stop_gradient((logprobs, entropy))
     drawn = sampled.mask
-    # Selected before any arithmetic: whatever stands outside the mask counts nowhere.
+    # Select before any arithmetic: entries outside the mask count nowhere.
     surprise = jnp.where(drawn, -logprobs, 0.0)
-    # Rounding may take the entropy of a sure token below 0, and its variance with it.
+    # Rounding may make the entropy of a certain token, and its variance, negative.
     entropy = jnp.where(drawn, jnp.maximum(entropy, 0.0), 0.0)
     reported = jnp.where(drawn, sampled.logprobs, 0.0)
     log_ratio = -surprise - reported
-    # Bounded before the exp, which would overflow for a token that π finds impossible.
+    # Bounded before the exp, which may overflow.
     weight = jnp.exp(jnp.minimum(log_ratio, math.log(LARGEST_WEIGHT)))
 
-    # Older parameters differ honestly; E[w] = 1 below holds for them too.
+    # Older parameters may differ; E[w] = 1 below holds for them too.
     fresh = drawn & (sampled.age == 0)
     distance = jnp.abs(log_ratio)
     outlier = (distance > OUTLIER).astype(jnp.float32)
@@ -110,10 +113,10 @@ def sums(
 
 
 def settle(stats: masked.Stats) -> masked.Stats:
-    """The stats of `sums` over all of a minibatch, each z-score by itself.
+    """Makes the stats of a whole minibatch from its `sums`; z = S / √(V + |S| / 3).
 
-    By Freedman's inequality an honest sampler has z beyond ±k with a probability of at
-    most exp(-k²/2) each, for differences of at most 1: z = S / √(V + |S| / 3).
+    By Freedman's inequality, for differences of at most 1, an honest sampler has z > k
+    with a probability of at most exp(-k²/2), and z < -k likewise.
     """
     settled = dict(stats)
     for name, (total, variance) in stats.items():
@@ -126,14 +129,14 @@ def settle(stats: masked.Stats) -> masked.Stats:
 
 
 def duplicates(rollout: Rollout, *, rows: Array) -> masked.Stats:
-    """Equal responses to one prompt, beside how many to expect.
+    """Counts equal responses to one prompt, and how many to expect.
 
-    Of neighbouring rows with the same prompt, the second equals the first with the
-    probability μ of the first, so that a policy without entropy may repeat itself.
+    For neighbouring rows with the same prompt, the second response equals the first
+    with probability μ(first): a policy without entropy may repeat itself.
 
     Returns:
       `trust/duplicates` and `trust/duplicates_expected`, shares of the neighbours, and
-      `trust/duplicates_z` ≥ 0: by Chernoff's bound more duplicates than these have a
+      `trust/duplicates_z` ≥ 0: by Chernoff's bound so many duplicates or more have a
       probability of at most exp(-z²/2). Without neighbours the weights are 0.
     """
     at = jax.tree.map(
@@ -145,7 +148,7 @@ def duplicates(rollout: Rollout, *, rows: Array) -> masked.Stats:
     padded = jnp.where(mask, tokens, -1)
     alike = (padded[1:] == padded[:-1]) & (response[1:] == response[:-1])
     same = alike.all(axis=1).astype(jnp.float32)
-    began = response.any(axis=1)  # an episode may not have, in time
+    began = response.any(axis=1)  # False for an episode that did not begin in time
     pairs = (index[1:] == index[:-1]) & began[1:] & began[:-1]
     total = masked.masked_sum(behaviour, mask=response, axis=1)[:-1]
     stats = masked.sum_stats(

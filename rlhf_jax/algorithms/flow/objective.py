@@ -1,10 +1,9 @@
-"""What an iteration achieved, and where along the responses the policy has moved.
+"""Statistics of the objective, and the KL to further references.
 
     score(rollout, reference=first) ─> add_further(scored, further={name: Further})
 
-adds the KL to references beside the first one: Scored -> Scored, or nothing to do. Each
-is scored as the first one is. What goes into the reward becomes KL_ref + Σ_i w_i·KL_i,
-and their log-probs go on to the loss.
+`add_further` scores each further reference as `score` does the first. The KL in the
+reward becomes KL_ref + Σ_i w_i·KL_i, and the log-probs go on to the loss.
 """
 
 from __future__ import annotations
@@ -29,19 +28,18 @@ Params = Any
 
 
 def objective_stats(scored: Scored, *, kl_coef: Array, ended: Array) -> masked.Stats:
-    """What the iteration achieved, before its update; units: runs/README.md.
+    """Statistics of the objective before an update; units: runs/README.md.
 
     Args:
       scored: Scored[B, S], with the scores to report.
-      ended: bool[B], the response holds a stop token.
+      ended: bool[B], True where the response ends with a stop token.
 
     Returns:
-      {name: (sum, weight)} over responses or response tokens; no `objective/kl`,
-      `objective/kl_k3` and `objective/ref_nll` without a reference. The last is
-      -log π_ref a token, nats: perplexity is exp of its mean, so it is not taken here.
-      Of episodes with rewards of turns also `response/observed`, and where the ends of
-      turns are known `response/turns`; all others are of sampled tokens. A response
-      that is left out is none of them.
+      {name: (sum, weight)} over responses or sampled tokens. `objective/kl`,
+      `objective/kl_k3` and `objective/ref_nll` need a reference; the last is -log π_ref
+      in nats per token, whose mean is the log of the perplexity. Episodes with rewards
+      of turns add `response/observed`, and those with known ends of turns
+      `response/turns`. Responses that are left out do not count.
     """
     mask = scored.rollout.response_mask
     ones = counted = jnp.ones(scored.scores.shape, jnp.float32)
@@ -49,8 +47,7 @@ def objective_stats(scored: Scored, *, kl_coef: Array, ended: Array) -> masked.S
         counted = scored.row_mask.astype(jnp.float32)
 
     def per_response(values: Array) -> tuple[Array, Array]:
-        # A response that is left out is in neither sum nor count, whatever its row
-        # holds.
+        # A row that is left out may hold NaN, and counts nowhere.
         return jnp.where(counted > 0, values, 0.0).sum(), counted.sum()
 
     def per_token(values: Array) -> tuple[Array, Array]:
@@ -91,7 +88,7 @@ def objective_stats(scored: Scored, *, kl_coef: Array, ended: Array) -> masked.S
 
 
 def kl_by_position(scored: Scored, *, max_new_tokens: int) -> masked.Stats:
-    """KL at each position of the response: where along it the policy has moved.
+    """KL at each position of the response.
 
         column        0  1  2  3  4  5  6      P = 3 prompt columns
         position      ·  ·  ·  0  1  2  3      R = 4
@@ -99,15 +96,14 @@ def kl_by_position(scored: Scored, *, max_new_tokens: int) -> masked.Stats:
     Returns:
       {name: (f32[R] sums, f32[R] weights)}, which add up over batches. "k1" and "k3":
       nats per token, means over the responses that reach the position. "responses":
-      how many do.
+      the number of responses that reach it.
     """
     if scored.ref_logprobs is None:
         raise InputError(
             "expected a rollout with the log-probs of a reference, got one without; "
             "ask for its KL at steps where the reference is run"
         )
-    # Prompts are padded on the left, so that responses begin in one column: position t
-    # is column P + t in every row.
+    # Prompts are left-padded: position t is column P + t in every row.
     response = (slice(None), slice(-max_new_tokens, None))
     mask = scored.rollout.response_mask[response]
     pair = scored.rollout.old_logprobs[response], scored.ref_logprobs[response]
@@ -120,19 +116,16 @@ def kl_by_position(scored: Scored, *, max_new_tokens: int) -> masked.Stats:
 
 
 def _first_of_its_kind(scored: Scored) -> Array:
-    """f32[B]: 1 where no earlier row of the batch holds the same response.
-
-    Of several turns the sampled tokens, whatever was observed between them.
-    """
+    """f32[B]: 1 where no earlier row of the batch has the same sampled tokens."""
     mask, tokens = scored.rollout.response_mask, scored.rollout.tokens
     if scored.turn_rewards is not None:
-        # Moves sampled tokens to the front in their order: two equal responses with
-        # other observations between their turns are still equal.
+        # Sampled tokens move to the front, in order: observations between turns do not
+        # matter.
         sampled_first = jnp.argsort(~mask, axis=1, stable=True)
         mask, tokens = (
             jnp.take_along_axis(x, sampled_first, axis=1) for x in (mask, tokens)
         )
-    # -1 is no token: responses of different lengths never compare equal.
+    # -1 is not a token: responses of different lengths never compare equal.
     responses = jnp.where(mask, tokens, -1)
     # bool[B, B], from a comparison [B, B, S] of every pair of rows.
     same = (responses[:, None, :] == responses[None, :, :]).all(axis=-1)
@@ -150,19 +143,19 @@ def add_further(
     policy: Params | None = None,
     packing: SizedPacking | None = None,
 ) -> tuple[Scored, dict[str, Further]]:
-    """Adds the KL to further references to a rollout that has that to the first.
+    """Adds the KL to further references to a rollout scored with the first one.
 
     Args:
-      further: by name; log-probs are computed where there are none.
+      further: by name; log-probs that are None are computed.
 
     Returns:
       Scored[B, S], whose `kl` is KL_ref + Σ_i w_i·KL_i and whose `kl_stats` have
       `objective/kl_NAME`, k1 to each reference, nats per response; and the references
-      for `PolicyExperience.further`: log-probs and weights alone.
+      for `PolicyExperience.further`, with log-probs and weights only.
 
     Raises:
-      InputError: there is no first reference, or exact KL is to be taken without
-        `policy` or a reference's parameters.
+      InputError: there is no first reference, or exact KL lacks `policy` or the
+        parameters of a reference.
     """
     if further and scored.ref_logprobs is None:
         raise InputError(
@@ -170,7 +163,7 @@ def add_further(
             f"{', '.join(further)}, got none; pass reference, whose weight is 1"
         )
     mask = scored.rollout.response_mask
-    total, stats, beside = scored.kl, dict(scored.kl_stats), dict[str, Further]()
+    total, stats, references = scored.kl, dict(scored.kl_stats), dict[str, Further]()
     for name, other in further.items():
         with located(f"reference {name}"):
             rescored = score(
@@ -178,7 +171,7 @@ def add_further(
                 scores=scored.scores,
                 reference=other.frozen,
                 model=model,
-                # Values and scores are those of the first pass: only the KL is new.
+                # Values and scores are known from the first pass: only the KL is new.
                 critic=None,
                 critic_model=None,
                 max_new_tokens=max_new_tokens,
@@ -202,7 +195,6 @@ def add_further(
         per_response = masked.masked_sum(per_token, mask=mask, axis=1)
         rows = num_responses(mask, row_mask=scored.row_mask)
         stats[f"objective/kl_{name}"] = per_response.sum(), rows
-        # Log-probs alone: an update gathers rows of every array of its experience, and
-        # parameters have none.
-        beside[name] = Further(None, rescored.ref_logprobs, other.weight)
-    return dataclasses.replace(scored, kl=total, kl_stats=stats), beside
+        # No parameters: an update gathers rows of every array of its experience.
+        references[name] = Further(None, rescored.ref_logprobs, other.weight)
+    return dataclasses.replace(scored, kl=total, kl_stats=stats), references

@@ -1,4 +1,4 @@
-"""Prompts -> Rollout: the policy responds, and its own log-probs are kept."""
+"""Prompts -> Rollout: sampled responses with the log-probs of their tokens."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ def rollout(
     """Samples one response to every row of prompts.
 
     Args:
-      key: of this step; each row's is folded from its index and sample number.
+      key: key of this step; row keys are folded from it by index and sample number.
       shaping: for evaluation samples only.
-      group_size: neighbouring rows that hold the same prompt, which is run once.
+      group_size: neighbouring rows with the same prompt, which is run once.
       continuous_batching: rows sampled at a time; None samples all at once.
-      version: i32[], of the policy, which draws every token of this rollout; None
-        stamps none.
-      record_experts: keep the experts of every token of a mixture, for replay.
-      record_top_k: keep so many of the likeliest tokens at each position; None is none.
+      version: i32[], version of the policy, recorded for every sampled token; None
+        records none.
+      record_experts: record the experts of every token of a mixture, for replay.
+      record_top_k: number of likeliest tokens to record at each position; None: none.
 
     Returns:
-      Rollout[B, P + R]; `old_logprobs` are of the logits the tokens were drawn from,
-      and `sampler_logprobs` None: the sampler is taken for the trainer.
+      Rollout[B, P + R]; `old_logprobs` come from the logits the tokens were drawn from,
+      and `sampler_logprobs` is None: the sampler counts as the trainer.
 
     Raises:
       InputError: temperature <= 0, no new tokens, prompts too long for the model,
-        continuous_batching below a group or above the rows, or two rows with one index
-        and one sample number, where this can be read: they would be one response.
+        continuous_batching below a group or above the rows, or two rows with equal
+        index and sample number, where both are concrete arrays.
     """
-    # Equal keys draw equal responses: a group of copies has no advantage, silently.
+    # Equal keys draw equal responses: a group of copies would have no advantage.
     _refuse_equal_samples(prompts)
     generated = decode.generate(
         policy,
@@ -89,7 +89,7 @@ def rollout(
         sample=prompts.sample,
         version=None
         if version is None
-        # One policy draws this batch; the prompt's columns have no version.
+        # One policy draws this batch; the prompt's columns have version 0.
         else jnp.where(generated.response_mask, version, 0),
         experts=generated.experts,
         top_k=generated.top_k,
@@ -98,7 +98,7 @@ def rollout(
 
 def _refuse_equal_samples(prompts: Prompts) -> None:
     rows = prompts.index, prompts.sample
-    for numbers in rows:  # traced, or rows of several processes: not to be read here
+    for numbers in rows:  # traced arrays and those of several processes are not read
         if isinstance(numbers, Tracer):
             return
         if not getattr(numbers, "is_fully_addressable", True):
@@ -114,7 +114,7 @@ def _refuse_equal_samples(prompts: Prompts) -> None:
 
 
 def truncate(rollout: Rollout, *, stop_ids: tuple[int, ...], after: int = 0) -> Rollout:
-    """Ends every response after its first stop token, for fixed-length sampling.
+    """Truncates every response after its first stop token, for fixed-length sampling.
 
         column          0    1    2    3    4    5
         tokens          ·   The  cat  EOS  sat  EOS
@@ -122,17 +122,16 @@ def truncate(rollout: Rollout, *, stop_ids: tuple[int, ...], after: int = 0) -> 
         truncated       0    0    1    1    0    0
         after = 2       0    0    1    1    1    1
 
-    It is for responses of one turn: an episode of several would end with its first.
+    Responses must have one turn: an episode of several would end with its first.
 
     Args:
       rollout: Rollout[B, S], sampled with `stop_ids=()`.
-      stop_ids: tokens that end a response, themselves kept.
-      after: response tokens among which none ends it; 16 in OAI.
+      stop_ids: tokens that end a response, and are kept.
+      after: number of tokens at the start among which no stop token counts; OAI: 16.
 
     Source: `truncate_after` of openai/lm-human-preferences.
     """
-    # bool[B, S]. Prompts may hold stop tokens too, so that the response mask comes
-    # next.
+    # bool[B, S]. Prompts may contain stop tokens too: `response_mask` excludes them.
     stops = jnp.isin(rollout.tokens, jnp.asarray(stop_ids, jnp.int32))
     position = jnp.cumsum(rollout.response_mask, axis=1) - 1  # in the response, from 0
     stops = stops & rollout.response_mask & (position >= after)
@@ -142,7 +141,7 @@ def truncate(rollout: Rollout, *, stop_ids: tuple[int, ...], after: int = 0) -> 
 
 
 def leave_out(rollout: Rollout, *, rows: Array) -> Rollout:
-    """Rows of which nothing is left but the prompt, so that nothing is learned of them.
+    """Removes the responses of the chosen rows, so that nothing is learned from them.
 
     column          0    1    2    3    4    5
     response_mask   0    1    1    0    1    0      column 3 was observed
@@ -155,7 +154,7 @@ def leave_out(rollout: Rollout, *, rows: Array) -> Rollout:
 
 
 def _only(rollout: Rollout, remaining: Array) -> Rollout:
-    """The rollout without what stands outside of bool[B, S]."""
+    """The rollout without the tokens outside bool[B, S]."""
     response_mask = rollout.response_mask & remaining
     of_tokens = {
         "old_logprobs": rollout.old_logprobs,
@@ -183,9 +182,9 @@ def response_logprobs(
     temperature: float,
     packing: SizedPacking | None = None,
 ) -> Array:
-    """log π of the tokens of the responses, f32[B, S], nats; 0 elsewhere.
+    """log π of the response tokens, f32[B, S], nats; 0 elsewhere.
 
-    Tokens meet the experts that the rollout has, if any.
+    Tokens are routed to the experts that the rollout has recorded, if any.
     """
 
     def compute(packing: Packing | None) -> Array:
@@ -200,7 +199,7 @@ def response_logprobs(
             experts=rollout.experts,
         )
 
-    # Observed tokens between turns have log-probs as well, but no one sampled them.
+    # Observed tokens between turns have log-probs too, but were not sampled.
     return jnp.where(rollout.response_mask, at_size(packing, compute), 0.0)
 
 
@@ -213,11 +212,11 @@ def record_experts(
     packing: SizedPacking | None = None,
     group_size: int = 1,
 ) -> Rollout:
-    """The rollout with the experts that this policy chooses, by one forward pass.
+    """Records the experts that this policy chooses, by one forward pass.
 
     Args:
-      group_size: neighbouring rows that have one prompt, which the packing may hold
-        once; another packing may have it in another of these rows.
+      group_size: neighbouring rows with the same prompt. A packing may hold the prompt
+        once, in any of these rows; its experts are copied to all of them.
     """
     first_column = rollout.tokens.shape[1] - max_new_tokens
 
@@ -231,7 +230,7 @@ def record_experts(
     if group_size > 1:
         prompts = experts[:, :first_column]
         groups = prompts.reshape(-1, group_size, *prompts.shape[1:])
-        # The first row of the group in which they are recorded.
+        # The first row of the group in which the prompt's experts are recorded.
         first = (groups != OWN).argmax(axis=1, keepdims=True)
         shared = jnp.take_along_axis(groups, first, axis=1)
         filled = jnp.where(groups == OWN, shared, groups).reshape(prompts.shape)
@@ -248,14 +247,14 @@ def recompute_logprobs(
     temperature: float,
     packing: SizedPacking | None = None,
 ) -> Rollout:
-    """Computes `old_logprobs` by the trainer's forward pass, not the sampler's.
+    """Recomputes `old_logprobs` by one forward pass of the trainer.
 
-    In bfloat16 the two differ by more than a clip range. It costs one forward pass.
-    Those of whoever drew the tokens stay beside them, in `sampler_logprobs`.
+    In bfloat16 trainer and sampler differ by more than a clip range. The log-probs of
+    the policy that drew the tokens move to `sampler_logprobs`.
 
     Args:
-      policy: the trainer's parameters before the update; an older policy, or one in
-        fewer bits, may have sampled.
+      policy: the trainer's parameters before the update; the sampler may be an older
+        policy, or one in fewer bits.
     """
     old_logprobs = response_logprobs(
         policy,

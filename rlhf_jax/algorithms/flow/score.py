@@ -1,4 +1,4 @@
-"""Rollout -> Scored: what the reward, the reference and the critic say of it."""
+"""Rollout -> Scored: adds scores, reference log-probs, KL and values."""
 
 from __future__ import annotations
 
@@ -48,35 +48,35 @@ def score(
     """Adds values, reference log-probs and the KL to a rollout, before the epochs.
 
     Args:
-      scores: f32[B], reward units, one a response.
-      reference: None is never run, and leaves `ref_logprobs` and `kl` None.
-      critic, critic_model: None leaves `values` None.
-      penalty: how the KL acts; the KL that goes into the reward is computed here, and
-        measured alone (`kl_stats`) where it acts nowhere.
-      policy: its parameters, where that is exact KL, which needs the hidden states of
-        both models (`Penalty.reward_needs_logits`); not read else.
-      ref_logprobs: f32[B, S], nats, where `reference_logprobs` ran before, on devices
-        of its own; `reference` then is run for exact KL alone.
-      values: f32[B, S], reward units, where `response_values` ran before, as while the
+      scores: f32[B], reward units, one per response.
+      reference: None, without `ref_logprobs`, leaves `ref_logprobs` and `kl` None.
+      critic, critic_model: None leaves `values` None, unless they are passed.
+      penalty: the KL in the reward is computed here. With placement None it is only
+        measured (`kl_stats`).
+      policy: parameters of the policy, read for an exact KL in the reward, which needs
+        the hidden states of both models (`Penalty.reward_needs_logits`).
+      ref_logprobs: f32[B, S], nats, if `reference_logprobs` ran before, as on devices
+        of its own; `reference` is then run for exact KL only.
+      values: f32[B, S], reward units, if `response_values` ran before, as while the
         host computed the scores.
       value_after_stop: value the state after the last token too (N+).
       row_mask: bool[B], responses that have a score; None is all.
-      replays_reference: tokens meet the rollout's experts in the reference, too.
+      replays_reference: route tokens to the rollout's experts in the reference, too.
 
     Returns:
       Scored[B, S]; every per-token array is 0 outside the response.
 
     Raises:
-      ValueError: scores is not one number a row. InputError: the critic has no shape,
-        or exact KL is to be taken without `policy` or `reference`.
+      ValueError: scores is not one number per row. InputError: the critic has no shape,
+        or exact KL lacks `policy` or `reference`.
     """
     checks.shape((rollout.tokens.shape[0],), scores=scores)
     checks.float32(scores=scores)
     mask = rollout.response_mask
     kl, kl_stats, exact = None, {}, None
-    # Of a reference on devices of its own there are log-probs, and no parameters here.
+    # A reference on devices of its own has log-probs here, but no parameters.
     measured = reference is not None or ref_logprobs is not None
-    # What acts nowhere is measured all the same, where the reward would be.
+    # With placement None the KL is measured as if it were in the reward.
     estimated = penalty.in_reward or penalty.placement is None
     if measured and estimated and penalty.reward_needs_logits:
         exact, exact_ref_logprobs = _exact_kl(
@@ -92,7 +92,7 @@ def score(
         )
         if ref_logprobs is None:
             ref_logprobs = exact_ref_logprobs
-    # Exact KL has run the reference already: its forward pass is not repeated.
+    # Exact KL has already run the reference.
     if reference is not None and ref_logprobs is None:
         ref_logprobs = reference_logprobs(
             reference,
@@ -111,10 +111,8 @@ def score(
             mask=mask,
             exact=exact,
         )
-        # Measured but not charged where the penalty acts nowhere.
         kl = estimate if penalty.in_reward else None
-        # A forward KL, or one over buckets, is another quantity than the metric's name
-        # says.
+        # `objective/kl_exact` is the reverse KL over all tokens, and no other.
         if exact is not None and penalty.direction == "reverse" and not penalty.top_k:
             rows = num_responses(mask, row_mask=row_mask)
             kl_stats |= {"objective/kl_exact": (exact.sum(), rows)}
@@ -217,12 +215,12 @@ def value_mask(rollout: Rollout, *, after_stop: bool) -> Array:
         response_mask   0    0    1    1    1    0
         after_stop      0    0    1    1    1    1
 
-    Of several turns the last one alone has a state after it that is not the beginning
-    of another.
+    In an episode of several turns only the last turn has a state after it: after the
+    others the next turn begins.
 
     Args:
-      after_stop: count the finished response as a state, where there is a column left
-        for it; the score lands there then (N+).
+      after_stop: count the finished response as a state, if a column is left for it;
+        the score is then placed there (N+).
 
     Source: `padding_mask_p1` of summarize_from_feedback_details (Huang et al. 2024).
     """
@@ -230,20 +228,20 @@ def value_mask(rollout: Rollout, *, after_stop: bool) -> Array:
     if not after_stop:
         return mask
     columns, last = _last(mask)
-    # A full row has no column after its last: its score then lands on the last token. A
-    # row without a response (-1) would otherwise mark column 0.
+    # A full row has no column left: its score is placed on the last token. A row
+    # without a response (-1) must not mark column 0.
     return mask | ((columns == last + 1) & (last >= 0))
 
 
 def num_responses(mask: Array, *, row_mask: Array | None) -> Array:
-    """f32[]: responses of a batch that count."""
+    """f32[]: number of responses of a batch that count."""
     if row_mask is None:
         return jnp.asarray(mask.shape[0], jnp.float32)
     return row_mask.sum(dtype=jnp.float32)
 
 
 def _last(mask: Array) -> tuple[Array, Array]:
-    """i32[1, S] and i32[B, 1]: all columns, and the last of each row's mask or -1."""
+    """i32[1, S], all columns, and i32[B, 1], the last column of each mask or -1."""
     columns = jnp.arange(mask.shape[1], dtype=jnp.int32)[None, :]
     return columns, jnp.max(columns, axis=1, where=mask, initial=-1, keepdims=True)
 
@@ -258,7 +256,7 @@ def response_values(
     after_stop: bool,
     packing: SizedPacking | None = None,
 ) -> Array:
-    """V of the states of a response, within `score` or in a program of its own.
+    """V of the states of a response, f32[B, S], reward units; 0 elsewhere.
 
     Args:
       after_stop: whether the state after the last token has a value.
@@ -274,7 +272,7 @@ def response_values(
             packing=packing,
         )
 
-    # The critic computes a number at every column; those of states alone are values.
+    # The critic computes a number at every column; keep those of states.
     values = at_size(packing, compute)
     return jnp.where(value_mask(rollout, after_stop=after_stop), values, 0.0)
 
@@ -292,15 +290,15 @@ def reference_logprobs(
     packing: SizedPacking | None = None,
     replays: bool = False,
 ) -> Array:
-    """log π_ref of the response tokens, once a rollout, before the epochs.
+    """log π_ref of the response tokens, once per rollout, before the epochs.
 
-    It is `score`'s own step, and a program by itself where the reference has devices
-    of its own (`frozen.beside` takes the rollout there).
+    `score` calls it. A reference on devices of its own runs it as a separate program
+    (`frozen.beside` moves the rollout there).
 
     Args:
-      reference: however it is stored, of any shape (`Frozen.model`).
-      base, lora: where the reference is adapters, else None (`adapted_params`).
-      replays: tokens meet the rollout's experts.
+      reference: in any storage and of any shape (`Frozen.model`).
+      base, lora: if the reference is adapters, else None (`adapted_params`).
+      replays: route tokens to the rollout's experts.
 
     Returns:
       f32[B, S], nats; 0 outside the response. No gradient reaches the reference.

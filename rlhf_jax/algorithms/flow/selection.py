@@ -1,10 +1,10 @@
-"""Rollout -> Rollout: the best sample of each prompt, or groups that teach something.
+"""Rollout -> Rollout: the best sample of each prompt, or groups with mixed scores.
 
     rollout(group_size=n) ─> reward ─> best_of_n ─> Rollout[B / n], scores [B / n]
     two rollouts of groups, scored   ─> refilled ─> Rollout[B], Scores
 
-Best-of-n trains nothing and samples n responses per prompt: what a trained policy
-has to beat at its KL (`best_of_n.kl_bound`).
+Best-of-n trains nothing and samples n responses per prompt. A trained policy has to
+beat it at the same KL (`best_of_n.kl_bound`).
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ Array = jax.Array
 def best_of_n(
     rollout: Rollout, *, scores: Array, group_size: int
 ) -> tuple[Rollout, Array]:
-    """The response of the highest score to each prompt.
+    """Selects the response with the highest score to each prompt.
 
         row        0  1  2 | 3  4  5       group_size = 3: rows g·n to g·n + n - 1
         scores     1  0  2 | 4  4  NaN
         kept             2   3             ties go to the first
 
-    Samples of a prompt are independent, so that the first of a tie is one at random.
+    Samples of a prompt are independent, so taking the first breaks ties at random.
 
     Args:
       rollout: Rollout[B, S], the samples of a prompt in neighbouring rows.
-      scores: f32[B], reward units. One that is not finite never wins, unless its whole
-        group is such.
+      scores: f32[B], reward units. A score that is not finite wins only if no score of
+        its group is finite.
       group_size: n, samples of a prompt, 1 or more; divides B.
 
     Returns:
       Rollout[B / n, S], and its scores f32[B / n], in the order of the prompts.
-      `old_logprobs` stay those of the policy that was sampled, not of best-of-n.
+      `old_logprobs` are still those of the sampled policy, not of best-of-n.
 
     Source: Stiennon et al. 2020, arXiv:2009.01325, appendix; Nakano et al. 2021,
     arXiv:2112.09332, section 3.2.
@@ -63,20 +63,20 @@ def best_of_n(
 def refilled(
     batch: tuple[Rollout, Scores], drawn: tuple[Rollout, Scores], *, group_size: int
 ) -> tuple[Rollout, Scores]:
-    """The batch with its groups of equal scores replaced by mixed groups of another.
+    """Replaces groups of equal scores by mixed groups of another draw.
 
         group      0      1      2            group_size = 2
         batch      1 1    0 1    0 0          groups 0 and 2 teach nothing
         drawn      0 0    1 0    1 1          its group 1 is mixed
         refilled   1 0    0 1    0 0          one is still to be replaced
 
-    Responses that are left out are none of their group. The j-th group that is replaced
-    becomes the j-th mixed one; where mixed groups are fewer, the last ones stay. This
-    is dynamic sampling (DAPO), a draw at a time.
+    The j-th group to replace becomes the j-th mixed group of `drawn`; where there are
+    fewer mixed groups, the last ones stay. Responses that are left out do not count.
+    This is one draw of dynamic sampling (DAPO).
 
     Args:
       batch, drawn: Rollout[B, S] and its Scores[B], the groups in neighbouring rows;
-        both as wide.
+        both of one width.
       group_size: G, 2 or more; divides B.
 
     Source: Yu et al. 2025, arXiv:2503.14476, section 3.2 and eq. 11.
@@ -91,9 +91,9 @@ def refilled(
     )
     mixed = ~mixed
     count = equal.size
-    # Indices of mixed groups first, in order; beyond their number they are not read.
+    # Indices of the mixed groups first, in order; the others are not read.
     first_mixed = jnp.argsort(~mixed, stable=True).astype(jnp.int32)
-    # The j-th group to replace, from 0; clamped where none came yet.
+    # j of each group to replace, from 0; clamped before the first.
     turn = jnp.maximum(jnp.cumsum(equal, dtype=jnp.int32) - 1, 0)
     replaced = equal & (turn < mixed.sum(dtype=jnp.int32))
     own = jnp.arange(count, dtype=jnp.int32)
@@ -107,15 +107,15 @@ def refilled(
 
 
 def kl_stats(scores: Array, *, among: Array, n: int) -> masked.Stats:
-    """What best-of-n cost, as measured and at most.
+    """The KL of best-of-n to the reference, estimated and bounded.
 
     Args:
       scores: f32[G, C], of C chosen responses to each of G prompts.
       among: f32[G, M], of other samples of the same prompts.
 
     Returns:
-      {name: (sum, weight)}: `best_of_n/kl` measured, nats per response, and its
-      `best_of_n/kl_bound`.
+      {name: (sum, weight)}: the estimate `best_of_n/kl` and its upper bound
+      `best_of_n/kl_bound`, nats per response.
     """
     log_ratio = estimated_log_ratio(scores, among=among, n=n)
     count = jnp.asarray(log_ratio.size, jnp.float32)

@@ -1,4 +1,4 @@
-"""What becomes of a reward's scores before they are spread over the tokens."""
+"""Shaping of a reward's scores, before they become rewards of tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class ScoreShaping:
-    """What becomes of a reward's score before it is spread over the tokens."""
+    """Options for shaping a reward's scores."""
 
     normalise: bool = False
     """Whether scores are normalised: the running mean of all scores is subtracted, then
@@ -30,17 +30,16 @@ class ScoreShaping:
     length_penalty: float = 0.0
     """Penalty subtracted from the score per response token, reward units."""
     overlong_penalty: float = 0.0
-    """Largest penalty for a long response, reward units: it rises linearly from
-    overlong_after tokens on, over the next overlong_buffer (DAPO: 1)."""
+    """Largest penalty for a long response, reward units: it rises linearly over the
+    overlong_buffer tokens after the first overlong_after (DAPO: 1)."""
     overlong_after: int = 0
-    """With overlong_penalty: number of tokens up to which there is none (DAPO:
-    16384)."""
+    """With overlong_penalty: number of tokens without a penalty (DAPO: 16384)."""
     overlong_buffer: int = 0
-    """With overlong_penalty: number of tokens over which it rises to its largest (DAPO:
-    4096)."""
+    """With overlong_penalty: number of tokens over which the penalty rises to its
+    largest value (DAPO: 4096)."""
     missing_stop_score: float | None = None
-    """Score of a response without a stop token, in place of the reward's (n-plus: -1);
-    None keeps the reward's."""
+    """Score of a response without a stop token, in place of the reward's score (n-plus:
+    -1); None keeps the reward's score."""
     missing_stop_penalty: float = 0.0
     """Penalty subtracted from the score of a response without a stop token, reward
     units (TRL)."""
@@ -66,19 +65,19 @@ class ScoreShaping:
             )
         if self.overlong_after and not self.overlong_penalty:
             yield (
-                f"overlong_after: expected an overlong_penalty with it, got "
-                f"{self.overlong_after} without; give it, or leave this out"
+                f"overlong_after: expected an overlong_penalty with it, got only "
+                f"{self.overlong_after}; give overlong_penalty, or leave it out"
             )
         if self.missing_stop_score is not None and self.missing_stop_penalty:
             yield (
                 f"expected one of missing_stop_score and missing_stop_penalty, got "
                 f"{self.missing_stop_score} and {self.missing_stop_penalty}; replace "
-                f"the score or take something off it"
+                f"the score or subtract from it"
             )
 
     @property
     def reads_stops(self) -> bool:
-        """True if it matters whether a response stopped."""
+        """True if an option depends on whether a response ended with a stop token."""
         return self.missing_stop_score is not None or bool(self.missing_stop_penalty)
 
 
@@ -99,8 +98,8 @@ def shape(
     0, 1).
 
     Args:
-      scores: f32[B], reward units, one a response.
-      moments: of every score so far, these included; read by `shaping.normalise`.
+      scores: f32[B], reward units, one per response.
+      moments: of all scores so far, these included; read by `shaping.normalise`.
 
     Returns:
       f32[B], reward units (standard deviations where normalised).
@@ -111,7 +110,7 @@ def shape(
     scores = _normalised(scores, moments=moments, shaping=shaping)
     if shaping.clip is not None:
         scores = jnp.clip(scores, -shaping.clip, shaping.clip)
-    # After the clip: charges for length and a missing stop must not be clipped away.
+    # After the clip: penalties for length and a missing stop must not be clipped away.
     if shaping.length_penalty:
         length = rollout.response_mask.sum(axis=1, dtype=jnp.float32)
         scores = scores - shaping.length_penalty * length
@@ -124,7 +123,7 @@ def shape(
         scores = jnp.where(missing, scores - shaping.missing_stop_penalty, scores)
     if shaping.missing_stop_score is not None:
         stopped = ended(rollout, stop_ids=stop_ids)
-        # Last, so that it is the score whatever the steps above have made.
+        # Last: it replaces the result of the steps above.
         scores = jnp.where(stopped, scores, shaping.missing_stop_score)
     return scores
 
@@ -141,29 +140,29 @@ def shape_turns(
 ) -> Array:
     """The rewards of earlier turns in the unit of `shape`: r'_k = f·(r_k - mean/n)/std.
 
-    Of n turns. f = c/|s| where the clip acts on the score s of the whole episode, 0
-    where `missing_stop_score` replaces it, else 1. So each turn has its share of what
-    the shaped score was made of, and the last one the rest: penalties are its own.
+    n is the number of turns. f = c/|s| where the clip acts on the score s of the whole
+    episode, 0 where `missing_stop_score` replaces it, else 1. So each turn keeps its
+    share of the shaped score. The last turn gets the rest, penalties included.
 
     Args:
       turns, ends: f32[B, S] and bool[B, S], as `Scores.turns` and `Scores.turn_ends`.
       scores: f32[B], reward units, before shaping.
-      the others: those of `shape`.
+      the others: as in `shape`.
 
     Returns:
       f32[B, S], reward units (standard deviations where normalised).
 
     Raises:
-      InputError: scores are normalised, and nobody says where turns end.
+      InputError: scores are normalised and `ends` is None.
     """
     if shaping.normalise:
         if ends is None:
             raise InputError(
-                "turn_ends: expected the last token of every turn beside rewards of "
-                "turns, as normalising takes a share of the mean off each, got none; "
-                "give Scores.turn_ends, or leave scores.normalise out"
+                "turn_ends: expected the last token of every turn with rewards of "
+                "turns, as normalising subtracts a share of the mean from each, got "
+                "None; give Scores.turn_ends, or leave scores.normalise out"
             )
-        # Ends of turns at this column or later: 1 at the last turn's, n at the first's.
+        # Turns that end at this column or later: 1 for the last turn, n for the first.
         later = jnp.cumsum(ends[:, ::-1], axis=1, dtype=jnp.int32)[:, ::-1]
         number = jnp.maximum(later[:, :1], 1).astype(jnp.float32)
         mean = (moments.mean + moments.mean_rest) / number
@@ -185,7 +184,7 @@ def _normalised(
 ) -> Array:
     if not shaping.normalise:
         return scores
-    # In this order: mean + rest would round the rest away again.
+    # In this order: mean + rest would round the rest away.
     centred = (scores - moments.mean) - moments.mean_rest
     return centred * jax.lax.rsqrt(moments.variance + 1e-8)
 
@@ -193,7 +192,7 @@ def _normalised(
 def next_moments(
     moments: RunningMoments, scores: Array, *, row_mask: Array | None = None
 ) -> RunningMoments:
-    """Moments with those of a batch, which does not count if a score is not finite."""
+    """Adds a batch's scores to the moments, unless one of them is not finite."""
     return jax.tree.map(
         lambda new, old: jnp.where(jnp.isfinite(scores).all(), new, old),
         update_moments(moments, scores, row_mask=row_mask),

@@ -1,4 +1,4 @@
-"""What a student reads of its teacher: hidden states of its samples, and the head."""
+"""The teacher's hidden states at a student's samples, and the teacher's head."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Array = jax.Array
 
 @flax.struct.dataclass
 class TeacherPrompts:
-    """What the teacher reads in place of each prompt of a data set, left-padded."""
+    """Left-padded prompts that the teacher reads in place of the student's."""
 
-    tokens: Array  # i32[N, P'], by row of the data set; of the batch with `taught`
+    tokens: Array  # i32[N, P'], by row of the data set; by row of the batch if `taught`
     mask: Array  # bool[N, P'], True at tokens
-    # bool[B], rows of a batch in which it reads a demonstration; None: the rows are
-    # those of the data set, and all are trained on.
+    # bool[B], rows of the batch whose prompt has a demonstration; None: prompts are by
+    # row of the data set, and all rows are trained on.
     taught: Array | None = None
 
 
@@ -48,15 +48,14 @@ def teacher_states(
         the teacher        c   c   x   x   x   y   y   y      c: a demonstration
 
     Args:
-      prompts: by `rollout.index`, or by row of the batch (`taught`); None: the teacher
-        reads the student's own. With them it is conditioned on what the student does
-        not see (self-distillation).
+      prompts: by `rollout.index`, or by row of the batch (`taught`), with context that
+        the student does not see (self-distillation); None: the student's own prompts.
 
     Returns:
-      Of the student's columns, whatever the teacher's prompts.
+      ReferenceOutput[B, S] in the student's columns, whatever the teacher's prompts.
 
     Source: Shenfeld et al. 2026, arXiv:2601.19897 (SDFT): KL(π_θ(·|x) ‖ π(·|x, c)).
-    Hübotter et al. 2026, arXiv:2601.20802 (SDPO), c a success of the response's group.
+    Hübotter et al. 2026, arXiv:2601.20802 (SDPO): c is a successful response.
     """
     params, size = frozen.read(teacher), rollout.tokens.shape[1]
     if prompts is not None:
@@ -77,7 +76,7 @@ def teacher_states(
         first_column=first_column,
     )
     logprobs = jnp.where(rollout.response_mask, logprobs, 0.0)
-    # The state before the first response token stands a column before it.
+    # The state that predicts the first response token is one column before it.
     return ReferenceOutput(
         _columns(logprobs, count=max_new_tokens, size=size),
         _columns(hidden, count=max_new_tokens + 1, size=size),
@@ -88,7 +87,7 @@ def teacher_states(
 def _behind(
     prompts: TeacherPrompts, rollout: Rollout, *, max_new_tokens: int
 ) -> Rollout:
-    """The responses behind the teacher's prompts."""
+    """The rollout with the teacher's prompts before the responses."""
     row, width = rollout.index, prompts.tokens.shape[1]
     if prompts.taught is not None:
         row = jnp.arange(len(row))
@@ -106,7 +105,7 @@ def _behind(
 
 
 def _columns(x: Array, *, count: int, size: int) -> Array:
-    """The last `count` columns of [B, S, ...], behind zeros, of `size` in all."""
+    """The last `count` columns of [B, S, ...], left-padded with zeros to `size`."""
     if x.shape[1] == size:
         return x
     room = ((0, 0), (size - count, 0), *[(0, 0)] * (x.ndim - 2))
@@ -116,15 +115,15 @@ def _columns(x: Array, *, count: int, size: int) -> Array:
 def head_of(
     teacher: Frozen, *, model: ModelConfig, place: Callable[[Any], Any]
 ) -> Frozen:
-    """A copy of the teacher's head, as it is stored, for the devices of the student.
+    """A copy of the teacher's head, in its storage dtype, on the student's devices.
 
     Args:
-      place: stored parameters -> the same on the student's devices.
+      place: moves stored parameters to the student's devices.
     """
     shape = frozen.shape_of(teacher, policy=model)
-    # A tied head is the embedding table: there is no other array to copy.
+    # A tied head is the embedding table.
     table = ("embed", "tokens") if shape.tied_head else ("head", "kernel")
     head = {table[0]: {table[1]: teacher.stored[table[0]][table[1]]}}
-    # Read in every minibatch: a head in host memory would be streamed each time.
+    # Every minibatch reads the head: in host memory it would be streamed each time.
     head = storage.store(head, memory="device")
     return frozen.freeze(place(head), model=teacher.model)

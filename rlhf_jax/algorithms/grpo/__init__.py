@@ -1,4 +1,4 @@
-"""GRPO, RLOO and their kin: groups of samples instead of a critic."""
+"""GRPO, RLOO and related methods: groups of samples instead of a critic."""
 
 from rlhf_jax.algorithms.grpo.experience import group_experience
 from rlhf_jax.algorithms.grpo.published import (

@@ -1,4 +1,4 @@
-"""Scored -> PolicyExperience: what a response is worth beside others of its prompt."""
+"""Scored -> PolicyExperience: advantages of responses within groups of one prompt."""
 
 from __future__ import annotations
 
@@ -39,46 +39,45 @@ def group_experience(
     stop_ids: tuple[int, ...] = (),
     prompt_mean: bool = False,
 ) -> tuple[PolicyExperience, masked.Stats]:
-    """Scored -> PolicyExperience: advantages over the samples of one prompt.
+    """Computes advantages over the samples of one prompt.
 
-    With R_i the sum of a response's token rewards, the score and -β·KL where that is
-    in the reward, every token of response i has the advantage below. A response is the
-    whole episode where it has several turns, and its score that of all of them; one
-    that `scored.row_mask` leaves out is none of its group.
+    R_i is the sum of the token rewards of response i: the score, and -β·KL if the KL is
+    in the reward. Every token of response i has the advantage below. An episode of
+    several turns is one response. Responses that `scored.row_mask` leaves out do not
+    count in their group.
 
-        group            R_i - mean(R), over std(R) where normalised by the group
+        group            R_i - mean(R), divided by std(R) with normalise "group"
         leave_one_out    R_i - mean of the others
-        length_weighted  R_i - Σ_j l_j·R_j / Σ_j l_j, l the tokens of a response
-
+        length_weighted  R_i - Σ_j l_j·R_j / Σ_j l_j, l_j the tokens of response j
         greedy           R_i - R of the greedy response, the last row of the group
 
-    With normalise "each" it is `advantages.decoupled` of `scored.rewards`.
+    With normalise "each" the advantage is `advantages.decoupled` of `scored.rewards`.
 
-    With `kl_to_go` R_i is the score alone, and token t has beside that advantage
+    With `kl_to_go` R_i is the score alone, and the advantage of token t also has
 
         -β Σ_{s >= t} kl_s
 
-    the reward to go of its KL, whose expected gradient is that of -β·KL whatever the
+    the reward to go of the KL. Its expected gradient is that of -β·KL, whatever the
     baseline and the std (with k1: full reverse).
 
     Args:
-      equal: "leave_out" leaves groups of equal rewards out of the loss, so that it is
-        divided by what the others have.
-      prompt_mean: also compute `prompt_scale`, of what is trained on.
+      equal: "leave_out" leaves groups of equal rewards out of the loss and of its
+        divisor.
+      prompt_mean: also compute `prompt_scale` over the tokens that are trained on.
       the others: options of `GroupRecipe`.
 
     Returns:
       PolicyExperience[B, S], whose `response_mask` is False where a response is left
       out, and {name: (sum, weight)}. `group/equal_fraction`: share of groups whose
-      rewards are all the same, which teach nothing; `group/std`: mean standard
-      deviation (ddof 1) within a group of two or more, reward units, of sampled
-      responses that have a score; `response/masked`, where `overlong_mask` or `equal`
-      may leave responses out: share of those that they do.
+      rewards are all equal, so that advantages are 0. `group/std`: mean over groups of
+      the standard deviation (ddof 1) of the sampled responses with a score, reward
+      units. `response/masked`, where options or the greedy baseline leave responses
+      out: the share of those.
 
     Source: Shao et al. 2024, arXiv:2402.03300 (GRPO); Ahmadian et al. 2024,
     arXiv:2402.14740 (RLOO); Li et al. 2023, arXiv:2310.10505 (ReMax); Hao et al. 2025,
     arXiv:2505.23585 (OPO); Liu et al. 2026, arXiv:2601.05242 (GDPO); Yu et al. 2025,
-    arXiv:2503.14476, sections 3.2 and 3.4 (DAPO: what is left out); Yao et al. 2026,
+    arXiv:2503.14476, sections 3.2 and 3.4 (DAPO: masks); Yao et al. 2026,
     arXiv:2601.10201, abstract (FRPO: the future KL).
     """
     mask = scored.rollout.response_mask
@@ -91,7 +90,7 @@ def group_experience(
         # A response without a token has no reward, as in the sum above.
         totals = jnp.where(mask.any(axis=1), scored.scores, 0.0)
     if scored.turn_rewards is not None:
-        # After the totals: however turns share a score, equal scores stay equal.
+        # After the totals, so that rounding of turns' shares cannot split equal scores.
         rewards = token_rewards.token_rewards(
             scores=scored.scores,
             kl=scored.kl,
@@ -102,21 +101,21 @@ def group_experience(
     finished, row_mask = None, scored.row_mask
     if overlong_mask is not None:
         finished = ended(scored.rollout, stop_ids=stop_ids)
-        # Only "group" takes them out of the baseline: with "loss" (DAPO) it holds what
-        # the loss leaves out, which biases it.
+        # Only "group" leaves them out of the baseline too. With "loss" (DAPO) the
+        # baseline includes responses that the loss leaves out, which biases it.
         if overlong_mask == "group":
             row_mask = finished if row_mask is None else finished & row_mask
     groups = {"group_size": group_size, "row_mask": row_mask}
     alike = equal_groups(totals, **groups)
     if normalise == "each":
         parts = zip(scored.rewards, scored.weights, strict=True)
-        # Those of weight 0 are logged alone: they tell no responses apart.
+        # Rewards of weight 0 are only logged.
         counted = [(one, weight) for one, weight in parts if weight] or [(totals, 1.0)]
-        each, weights = zip(*counted, strict=True)
+        terms, weights = zip(*counted, strict=True)
         weights = jnp.array(weights, jnp.float32)
-        of_rows = decoupled(jnp.stack(each), weights=weights, **groups)
-        # Equal sums of rewards may teach something.
-        alike = jnp.stack([equal_groups(one, **groups) for one in each]).all(axis=0)
+        of_rows = decoupled(jnp.stack(terms), weights=weights, **groups)
+        # Groups with equal sums of rewards may still have advantages.
+        alike = jnp.stack([equal_groups(one, **groups) for one in terms]).all(axis=0)
     elif baseline == "group":
         of_rows = group_relative(totals, normalise=normalise == "group", **groups)
     elif baseline == "length_weighted":
@@ -137,21 +136,20 @@ def group_experience(
         mixed = jnp.repeat(~alike, group_size)
         trained = mixed if trained is None else trained & mixed
     if trained is not None:
-        # In the mask, not in the advantages: token_mean and the like divide by the
-        # mask.
+        # In the mask, not in the advantages: aggregations divide by counts of the mask.
         mask &= trained[:, None]
         out = (~trained).sum(dtype=jnp.float32)
         stats["response/masked"] = (out, jnp.asarray(trained.size, jnp.float32))
     advantages = jnp.broadcast_to(of_rows[:, None], mask.shape)
     one_prompt = _of_one_prompt(scored.rollout.index, group_size)
-    # Traced code cannot raise: where the rows of a group have different prompts, NaN
-    # makes the gradient not finite, and the update is skipped and counted.
+    # Traced code cannot raise. Where the rows of a group have different prompts, NaN
+    # makes the gradient not finite, so the update is skipped and counted.
     advantages = jnp.where(one_prompt[:, None], advantages, jnp.nan)
     advantages = jnp.where(mask, advantages, 0.0)
     if normalise == "rollout":
         advantages = masked.masked_whiten(advantages, mask=mask)
     if kl_to_go and scored.kl is not None:
-        # After all that baseline, std and whitening do to the score.
+        # After whitening: baseline, std and whitening act on the score alone.
         kl = jnp.where(mask, scored.kl, 0.0)
         to_go = jnp.cumsum(kl[:, ::-1], axis=1)[:, ::-1]
         advantages -= jnp.where(mask, kl_coef * to_go, 0.0)
@@ -180,7 +178,7 @@ def _of_one_prompt(index: Array, group_size: int) -> Array:
 def _group_stats(
     totals: Array, equal: Array, *, group_size: int, row_mask: Array | None
 ) -> masked.Stats:
-    """Of all responses, or of those that count, groups of two or more."""
+    """`group/equal_fraction`; `group/std` over groups with two or more responses."""
     groups = totals.reshape(-1, group_size)
     count = spreading = jnp.asarray(equal.size, jnp.float32)
     if row_mask is None:
@@ -188,7 +186,7 @@ def _group_stats(
     else:
         within = row_mask.reshape(groups.shape)
         several = within.sum(axis=1) >= 2
-        # A group of one has no deviation: that of all its rows is not counted.
+        # A group with one response has no deviation: read all its rows, count none.
         spread = jnp.std(groups, axis=1, ddof=1, where=within | ~several[:, None])
         spread = jnp.where(several, spread, 0.0)
         spreading = several.sum(dtype=jnp.float32)

@@ -22,7 +22,7 @@ Tree = TypeVar("Tree")
 def rollout_with_greedy(
     policy: Any, *, prompts: Prompts, key: Array, recipe: GRPO, version: Array | None
 ) -> Rollout:
-    """Samples in all rows of a group but the last one, where the response is greedy.
+    """Samples all rows of a group except the last, whose response is greedy.
 
     A prompt is run twice: once for its samples, and once for its greedy response.
     """
@@ -60,7 +60,7 @@ def without_greedy(rows: Tree, *, group_size: int) -> Tree:
     """The rows of a pytree of arrays [B, ...] without the last of every group."""
 
     def without_last(x: Array) -> Array:
-        if not jnp.ndim(x):  # over nothing
+        if not jnp.ndim(x):  # a scalar has no rows
             return x
         groups = x.reshape(-1, group_size, *x.shape[1:])
         return groups[:, :-1].reshape(-1, *x.shape[1:])

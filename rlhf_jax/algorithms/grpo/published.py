@@ -1,7 +1,6 @@
-"""Published recipes of policy gradients over groups: coefficients and choices.
+"""Published recipes of policy gradients over groups.
 
-What stands around them in a run (β, learning rate, batch, length) is a preset of
-`rlhf-jax grpo`.
+Presets of `rlhf-jax grpo` add the options of a run: β, learning rate, batch, length.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ PUBLISHED = GroupRecipe(
     normalise="group",
     aggregation="sequence_mean",
 )
-"""GRPO as DeepSeekMath has it (Shao et al. 2024, arXiv:2402.03300), with
+"""GRPO as in DeepSeekMath (Shao et al. 2024, arXiv:2402.03300), with
 `kl.control.fixed(0.04)`: k3 in the loss, whose gradient is that of the *forward* KL.
-Its std, and its mean over each response's own length, bias the direction."""
+The std, and the mean over each response's own length, bias the direction."""
 
 RLOO = GroupRecipe(
     penalty=IN_REWARD,
@@ -32,8 +31,8 @@ RLOO = GroupRecipe(
     baseline="leave_one_out",
     normalise=None,
 )
-"""Ahmadian et al. 2024, arXiv:2402.14740: KL in the reward, the others as baseline.
-Without bias with aggregation "constant", or responses of one length."""
+"""Ahmadian et al. 2024, arXiv:2402.14740: KL in the reward, the mean of the others as
+baseline. Unbiased with aggregation "constant", or responses of one length."""
 
 RLOO_MASKED = GroupRecipe(
     penalty=IN_REWARD,
@@ -43,8 +42,8 @@ RLOO_MASKED = GroupRecipe(
     normalise=None,
     overlong_mask="group",
 )
-"""RLOO as it is run in production: a response cut off at the longest length is neither
-trained on nor in the baseline of the others. Its expected gradient is that of the
+"""RLOO as used in production: a response cut off at the largest length is neither
+trained on nor in the baseline of the others. The expected gradient is that of the
 objective among responses that end."""
 
 GSPO = GroupRecipe(
@@ -121,8 +120,8 @@ KL_COV = GroupRecipe(
     token_choice=token_choice.KLCov(),
     num_minibatches=8,
 )
-"""The same paper, with the share of a model of 7B (2e-4 for 32B): no clip, and no other
-KL. Groups and minibatches are ours."""
+"""Cui et al. 2025, as above, with the share for a model of 7B (2e-4 for 32B): no clip,
+and no other KL. Groups and minibatches are ours."""
 
 REMAX = GroupRecipe(
     penalty=IN_REWARD,
@@ -133,7 +132,7 @@ REMAX = GroupRecipe(
     aggregation="constant",
 )
 """Li et al. 2023, arXiv:2310.10505: one sample, and a greedy response whose reward is
-the baseline. Without bias."""
+the baseline. Unbiased."""
 
 SKYWORK_OR1 = GroupRecipe(
     temperature=1.0,
@@ -152,8 +151,8 @@ GDPO = GroupRecipe(
     normalise="each",
     aggregation="sequence_mean",
 )
-"""Liu et al. 2026, arXiv:2601.05242: each of several rewards over the deviation of its
-group, and their sum over that of the batch. Groups are ours."""
+"""Liu et al. 2026, arXiv:2601.05242: each of several rewards divided by the deviation
+of its group, and their sum by that of the batch. Groups are ours."""
 
 DR_GRPO = GroupRecipe(
     temperature=1.0,
@@ -162,7 +161,7 @@ DR_GRPO = GroupRecipe(
     aggregation="constant",
     num_minibatches=8,
 )
-"""Liu et al. 2025, arXiv:2503.20783, section 3.2: GRPO without the std, its sums over
+"""Liu et al. 2025, arXiv:2503.20783, section 3.2: GRPO without the std, sums over
 responses divided by max_new_tokens, and no KL."""
 
 REINFORCE_BASELINE = GroupRecipe(
@@ -172,8 +171,7 @@ REINFORCE_BASELINE = GroupRecipe(
     normalise="rollout",
 )
 """REINFORCE++-baseline (Hu et al. 2025, arXiv:2501.03262): the mean of the group is
-subtracted, the deviation is that of all tokens of the batch, and k2 in the loss is its
-KL."""
+subtracted, the deviation is that of all tokens of the batch, and k2 is in the loss."""
 
 LUSPO = GroupRecipe(
     temperature=1.0,
@@ -187,7 +185,7 @@ LUSPO = GroupRecipe(
     num_minibatches=4,
 )
 """Liu et al. 2026, arXiv:2602.05261, section 5.1: GSPO with the loss of each response
-times its length, a sum over its tokens, and no KL. The group size is ours."""
+summed over its tokens, and no KL. The group size is ours."""
 
 GMPO = GroupRecipe(
     temperature=1.0,
@@ -208,8 +206,8 @@ DPPO = GroupRecipe(
     surrogate=recipe.DPPO(),
     num_minibatches=8,
 )
-"""Qi et al. 2026, arXiv:2602.04879: tokens masked by total variation above 0.15, as in
-the authors' script for verl, and no KL. Groups and minibatches are ours."""
+"""Qi et al. 2026, arXiv:2602.04879: masks tokens with a total variation above 0.15, as
+in the authors' script for verl, and no KL. Groups and minibatches are ours."""
 
 VESPO = GroupRecipe(
     temperature=1.0,
@@ -218,8 +216,8 @@ VESPO = GroupRecipe(
     surrogate=recipe.VESPO(),
     num_minibatches=8,
 )
-"""Shen et al. 2026, arXiv:2602.10693, sections 3.5 and 4.1: a soft weight of the whole
-ratio of a response, eight minibatches, the group's mean, and no KL. The group size is
+"""Shen et al. 2026, arXiv:2602.10693, sections 3.5 and 4.1: a soft weight by the ratio
+of the whole response, eight minibatches, the group's mean, and no KL. The group size is
 ours."""
 
 TOPR = GroupRecipe(
@@ -230,7 +228,8 @@ TOPR = GroupRecipe(
     surrogate=recipe.TOPR(),
 )
 """Le Roux et al. 2025, arXiv:2503.14286: worse responses are weighted by their ratio up
-to 1, and no KL. Its rewards are 1 and -1; a group's mean is the baseline here."""
+to 1, and no KL. The paper's rewards are 1 and -1; the baseline here is the group's
+mean."""
 
 EMA_PG = GroupRecipe(
     penalty=Penalty(
@@ -271,8 +270,8 @@ DAR = GroupRecipe(
     surrogate=recipe.DAR(),
 )
 """He et al. 2026, arXiv:2602.11523: regression onto a mixture of the reference and the
-policy that sampled, tilted by advantages that are normalised over the batch, here over
-its tokens. Groups are ours."""
+policy that sampled, tilted by advantages that are normalised over the batch (here over
+its tokens). Groups are ours."""
 
 CENTRED = GroupRecipe(
     temperature=1.0,
@@ -280,7 +279,7 @@ CENTRED = GroupRecipe(
     surrogate=recipe.Centred(top_k=128),
 )
 """Marek and Ryabinin 2026, arXiv:2609.20807: score centring alone, advantages without a
-deviation. Groups are ours, and the 128 tokens those of vime."""
+deviation. Groups are ours; the 128 tokens are vime's."""
 
 OPO = GroupRecipe(
     temperature=1.0,

@@ -1,7 +1,7 @@
-"""GRPO and RLOO: the rows g·G to g·G + G - 1 of a batch are G samples of one prompt.
+"""GRPO and RLOO: rows g·G to g·G + G - 1 of a batch are G samples of one prompt.
 
-What a critic would expect of a response is what the others of its group got. The loss
-is that of the policy alone.
+The rewards of its group serve as the baseline of a response, in place of a critic. The
+loss is the policy's alone.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ class GroupRecipe(PolicyRecipe):
     """Responses per prompt, in neighbouring rows."""
     baseline: Baseline = "group"
     """Baseline subtracted from a response's reward: group is the mean of its group
-    (GRPO), leave_one_out that of the others in it (RLOO), length_weighted the mean of
-    the group by the lengths of its responses (OPO), greedy the reward of one more
-    response, the last of the group, which is decoded greedily and not trained on
-    (ReMax)."""
+    (GRPO), leave_one_out the mean of the others in the group (RLOO), length_weighted
+    the mean of the group weighted by response length (OPO), greedy the reward of the
+    group's last response, which is decoded greedily and not trained on (ReMax)."""
     normalise: Normalise = None
     """Standard deviation by which advantages are divided: group is that of their group
     (GRPO as published), rollout that of all tokens, whose mean is subtracted first;
-    each divides every reward by that of its group, and their weighted sum by that of
-    all responses (GDPO). None does not divide."""
+    each divides every reward by its deviation in the group, and the weighted sum by
+    that of all responses (GDPO). None does not divide."""
     kl_to_go: bool = False
     """Whether the KL in the reward is credited per token (FRPO): a token's advantage is
-    that of the score, less β times the KL of this token and of all later ones.
-    Otherwise baseline and deviation are of score and KL together."""
+    that of the score, minus β times the KL of this token and of all later ones.
+    Otherwise baseline and deviation are taken over score and KL together."""
     overlong_mask: OverlongMask = None
-    """What a response without a stop token is left out of: loss is the loss (DAPO),
-    group the mean and deviation of its group as well; None trains on it."""
+    """Treatment of responses without a stop token: loss leaves them out of the loss
+    (DAPO), group also out of the mean and deviation of their group; None trains on
+    them."""
     equal_groups: EqualGroups = "keep"
-    """Whether groups of equal rewards, which teach nothing, count in what the loss is
-    divided by; leave_out leaves them out (dynamic sampling)."""
+    """Treatment of groups of equal rewards, whose advantages are 0: keep counts their
+    tokens in the loss's divisor, leave_out does not (dynamic sampling)."""
     num_epochs: int = 1
     """Number of passes over each batch."""
 
@@ -90,14 +90,14 @@ class GroupRecipe(PolicyRecipe):
             raise InputError(
                 f"normalise: expected 'rollout' or None with baseline "
                 f"{self.baseline!r}, got {self.normalise!r}, whose deviation is about "
-                f"the mean that is not taken off; choose baseline='group'"
+                f"a mean that is not the baseline; choose baseline='group'"
             )
         added = self.penalty.in_reward or self.scores != AS_THEY_ARE
         if self.normalise == "each" and added:
             raise InputError(
                 "normalise: expected another than 'each' with a KL in the reward or "
                 "options of scores, which are about the sum of the rewards; choose "
-                "penalty.placement='loss', and give what is charged as a reward"
+                "penalty.placement='loss', and give penalties of scores as rewards"
             )
 
 
@@ -105,8 +105,8 @@ class GroupRecipe(PolicyRecipe):
 class GRPO(GroupRecipe, PolicyGradient):
     """A recipe with its shapes and optimizer; hashable, so static under `jax.jit`.
 
-    `GRPO(**vars(recipe), model=...)` makes one of a `GroupRecipe`, whose defaults
-    stand before those of `PolicyGradient`.
+    `GRPO(**vars(recipe), model=...)` makes one from a `GroupRecipe`, whose defaults
+    take precedence over those of `PolicyGradient`.
     """
 
     def __post_init__(self) -> None:
@@ -121,11 +121,7 @@ class GRPO(GroupRecipe, PolicyGradient):
     def experience(
         self, scored: Scored, *, kl_coef: Array
     ) -> tuple[PolicyExperience, masked.Stats]:
-        """Advantages over the samples of one prompt, and how many groups teach nothing.
-
-        They and the stats are those of `group_experience`, with each prompt in
-        `group_size` neighbouring rows.
-        """
+        """`group_experience`, with each prompt in `group_size` neighbouring rows."""
         return group_experience(
             scored,
             kl_coef=kl_coef,
@@ -148,7 +144,7 @@ class GRPO(GroupRecipe, PolicyGradient):
         frozen: FrozenModels = NO_MODELS,
         version: Array | None = None,
     ) -> Rollout:
-        """The policy's responses; of baseline greedy the last of a group is greedy."""
+        """The policy's responses; with baseline greedy, each group's last is greedy."""
         if self.baseline != "greedy":
             return super().rollout(
                 policy, prompts=prompts, key=key, frozen=frozen, version=version
@@ -158,7 +154,7 @@ class GRPO(GroupRecipe, PolicyGradient):
         )
 
     def reported(self, rows: Tree) -> Tree:
-        """All rows, but those of greedy responses."""
+        """All rows except those of greedy responses."""
         if self.baseline != "greedy":
             return rows
         return without_greedy(rows, group_size=self.group_size)

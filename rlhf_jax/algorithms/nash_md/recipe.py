@@ -1,14 +1,14 @@
-"""Nash-MD: a policy gradient on what a judge prefers to samples of a mixture.
+"""Nash-MD: a policy gradient on preferences over samples of a mixture.
 
     even rows   y  ~ π          trained on: A = P(y beats y') - 1/2 - τ·Σ_t kl_t
     odd rows    y' ~ π^mix      the mixture of π and the frozen reference (`mixture.py`)
 
-It looks for a policy that is preferred to all others, with a KL to the reference of
-coefficient τ, not for the highest reward: preferences need no reward that explains
-them. Where π^mix is near π its fixed point is π ∝ π_ref exp(P(y beats π)/τ).
+It seeks a policy that is preferred to all others, with a KL penalty of coefficient τ,
+instead of the highest reward: preferences need not come from a reward. Where π^mix is
+near π, the fixed point is π ∝ π_ref exp(P(y beats π)/τ).
 """
 
-# A field of the parent that is a ClassVar here is no field of the dataclass.
+# A ClassVar here removes the field of the parent.
 # pyright: reportIncompatibleVariableOverride=false
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class NashMDRecipe(PolicyRecipe):
     num_epochs: int = 1
     """Number of passes over each batch."""
 
-    # The mixture is sampled without these: no options here.
+    # Not options here: the mixture is sampled without them.
     fixed_length: ClassVar[None] = None
     continuous_batching: ClassVar[None] = None
-    # Half of the rows are drawn by a mixture of policies, which records nothing.
+    # Half of the rows come from the mixture, which records no experts.
     routing_replay: ClassVar[None] = None
 
     def __post_init__(self) -> None:
@@ -84,7 +84,7 @@ class NashMD(NashMDRecipe, PolicyGradient):
 
         Returns:
           PolicyExperience[B, S] and {name: (sum, weight)}; `pair/win`: P(y beats y').
-          A pair of which `scored.row_mask` leaves one out is not trained on.
+          A pair is not trained on if `scored.row_mask` leaves one of the two out.
 
         Source: Munos et al. 2023, arXiv:2312.00886, section 7.
         """
@@ -97,11 +97,11 @@ class NashMD(NashMDRecipe, PolicyGradient):
         both = jnp.ones(win.shape, bool)
         if scored.row_mask is not None:
             both = scored.row_mask[0::2] & scored.row_mask[1::2]
-            # A preference needs both scores: a pair with one left out has none.
+            # A preference needs both scores.
             mine &= jnp.repeat(both, 2)
         mask = scored.rollout.response_mask & mine[:, None]
-        # ½ is what the policy wins against itself: a baseline without bias. The odd
-        # rows get it too, and are masked.
+        # ½ is the policy's win rate against itself: an unbiased baseline. Odd rows are
+        # masked.
         rewards = token_rewards.token_rewards(
             scores=jnp.repeat(win - 0.5, 2), kl=scored.kl, mask=mask, kl_coef=kl_coef
         )
@@ -127,10 +127,10 @@ class NashMD(NashMDRecipe, PolicyGradient):
         frozen: FrozenModels = NO_MODELS,
         version: Array | None = None,
     ) -> Rollout:
-        """The policy's responses and the mixture's, in turn.
+        """Samples responses of the policy (even rows) and of the mixture (odd rows).
 
         Returns:
-          Rollout[B, P + R]; `old_logprobs` are of what each response was drawn from.
+          Rollout[B, P + R]; `old_logprobs` are of the policy or mixture that drew each.
         """
         checks.groups(len(prompts.index), group_size=2)
         if frozen.reference is None:
@@ -151,8 +151,8 @@ class NashMD(NashMDRecipe, PolicyGradient):
         other = halves[1]
         ref_model = shape_of(frozen.reference, policy=self.model)
         reference = read(frozen.reference)
-        # A reference that never moves is the base itself, without adapters.
-        if self.lora is not None and self.lifecycle.moves:  # it is adapters, too
+        # Under LoRA a reference that moves is adapters, too; a fixed one is the base.
+        if self.lora is not None and self.lifecycle.moves:
             reference = adapted_params(reference, base=frozen.base, lora=self.lora)
         drawn = mixture.generate(
             Decoder(policy, self.model),
@@ -160,7 +160,7 @@ class NashMD(NashMDRecipe, PolicyGradient):
             share=self.mixture,
             tokens=other.tokens,
             mask=other.mask,
-            # Sample numbers differ within a pair, so that its two keys do.
+            # Sample numbers differ within a pair, and so do its two keys.
             keys=decode.row_keys(key, index=other.index, sample=other.sample),
             **sizes,
         )
@@ -174,7 +174,7 @@ class NashMD(NashMDRecipe, PolicyGradient):
             sample=other.sample,
         )
         both = jax.tree.map(
-            # Interleaved again, so that row 2i and 2i + 1 answer one prompt.
+            # Interleave: rows 2i and 2i + 1 respond to one prompt.
             lambda a, b: jnp.stack([a, b], axis=1).reshape(-1, *a.shape[1:]),
             ours,
             theirs,
@@ -186,14 +186,14 @@ class NashMD(NashMDRecipe, PolicyGradient):
 
     @property
     def leaves_out(self) -> bool:
-        """Half of the responses are not trained on."""
+        """Whether some responses are not trained on: the mixture's half."""
         return True
 
     def reported(self, rows: Tree) -> Tree:
-        """Of the policy's responses alone: the mixture is no policy that is trained."""
+        """The rows of the policy's responses, without those of the mixture."""
         return jax.tree.map(lambda x: x[0::2] if jnp.ndim(x) else x, rows)
 
     @property
     def rows_per_prompt(self) -> int:
-        """A response of the policy, and one of the mixture."""
+        """2: a response of the policy and one of the mixture."""
         return 2

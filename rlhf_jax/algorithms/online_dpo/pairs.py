@@ -1,4 +1,4 @@
-"""Online DPO: the policy's own samples, ranked by a reward, as pairs for DPO's loss.
+"""Online DPO: DPO's loss on pairs of the policy's own samples, ranked by a reward.
 
     Scored ──groups──> PairExperience ──update──> TrainState
 
@@ -7,10 +7,10 @@ A row of the experience is a pair, its preferred response and then the other:
     columns         0 ... S-1                S ... 2S-1
     tokens          prompt and chosen        the same prompt and rejected
 
-The reference is the frozen one of every policy gradient, and β the coefficient of E[r]
-- β·KL. With labels of Bradley and Terry the gradient is 0, on average over the labels,
-at π* ∝ π_ref exp(r/β), whatever the pairs. With ranked labels it is not: π goes on
-until one response is left, which need not be the best.
+The reference is frozen, as in every policy gradient, and β is the coefficient of
+E[r] - β·KL. With Bradley-Terry labels the expected gradient is 0 at
+π* ∝ π_ref exp(r/β), whatever the pairs. With ranked labels it is not: π moves until one
+response is left, which need not be the best.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ Array = jax.Array
 class OnlineDPO(OnlineDPORecipe, PolicyGradient):
     """A recipe with its shapes, optimizer and β; hashable, so static under `jax.jit`.
 
-    `OnlineDPO(**vars(recipe), beta=..., model=...)` makes one of an `OnlineDPORecipe`.
+    `OnlineDPO(**vars(recipe), beta=..., model=...)` makes one from an
+    `OnlineDPORecipe`.
     """
 
     beta: float  # β, reward units per nat
@@ -52,13 +53,13 @@ class OnlineDPO(OnlineDPORecipe, PolicyGradient):
     def experience(
         self, scored: Scored, *, kl_coef: Array
     ) -> tuple[PairExperience, masked.Stats]:
-        """Pairs of each group, the response with the higher score first.
+        """Makes pairs of each group, the response with the higher score first.
 
         Returns:
           PairExperience of N pairs and {name: (sum, weight)}. `pair/score_gap`: the
           difference of the scores, reward units; `pair/tied_fraction`: share of pairs
-          with equal scores, which ranked labels leave out. Pairs are of responses that
-          `scored.row_mask` keeps, and there is none where that is fewer than two.
+          with equal scores, which ranked labels leave out. Responses that
+          `scored.row_mask` leaves out are in no pair.
 
         Raises:
           InputError: the groups do not divide the rows, or there is no reference.
@@ -66,8 +67,8 @@ class OnlineDPO(OnlineDPORecipe, PolicyGradient):
         del kl_coef
         if scored.ref_logprobs is None:
             raise InputError(
-                "expected a reference, as DPO is a loss of what the policy says over "
-                "what its reference says, got none; give one"
+                "expected a reference, as DPO is a loss of log-ratios to one, got "
+                "none; give one"
             )
         rows = len(scored.scores)
         checks.groups(rows, group_size=self.group_size)
@@ -76,7 +77,8 @@ class OnlineDPO(OnlineDPORecipe, PolicyGradient):
         row_mask = row_mask.reshape(-1, size)
         scores = scored.scores.reshape(-1, size)
         first = size * jnp.arange(len(scores))
-        # Of equal scores the first is the best and the last the worst: two responses.
+        # Among equal scores the first is the best and the last the worst, so that the
+        # two differ.
         best = first + jnp.argmax(jnp.where(row_mask, scores, -jnp.inf), axis=1)
         lowest = jnp.where(row_mask, scores, jnp.inf)[:, ::-1]
         worst = first + size - 1 - jnp.argmin(lowest, axis=1)
@@ -88,8 +90,7 @@ class OnlineDPO(OnlineDPORecipe, PolicyGradient):
         if self.labels == "ranked":
             pairs &= ~tied
 
-        # Chosen and rejected in one row, so that shuffling and micro-batches keep
-        # pairs.
+        # Chosen and rejected share a row: shuffling and micro-batches keep pairs.
         def laid_out(x: Array) -> Array:
             return jnp.concatenate([x[best], x[worst]], axis=1)
 
@@ -104,8 +105,7 @@ class OnlineDPO(OnlineDPORecipe, PolicyGradient):
             token_rewards=nothing,
             advantages=nothing,
             pairs=pairs,
-            # The expected label in place of a drawn one: same expected gradient, less
-            # noise.
+            # The expected label has the gradient of a drawn one, with less noise.
             rejected_better=jnp.where(
                 self.labels == "ranked", 0.0, jax.nn.sigmoid(-gap)
             ).astype(jnp.float32),
@@ -123,8 +123,8 @@ class OnlineDPO(OnlineDPORecipe, PolicyGradient):
         kl_coef: Array,
         frozen: FrozenModels = NO_MODELS,
     ) -> tuple[PairExperience, LossFunction]:
-        """`losses.dpo_loss` of the pairs, by its own β."""
-        # β is `beta`, a constant: no controller moves it.
+        """`losses.dpo_loss` of the pairs, with the constant `beta`."""
+        # No controller moves β here.
         del kl_coef
         expect_none(
             "beside the one reference of online DPO",

@@ -1,6 +1,6 @@
-"""The options of online DPO: which samples make a pair, and what is asked of it."""
+"""The options of online DPO: how samples make pairs, and the loss of a pair."""
 
-# A field of the parent that is a ClassVar here is no field of the dataclass.
+# A ClassVar here removes the field of the parent.
 # pyright: reportIncompatibleVariableOverride=false
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class OnlineDPORecipe(PolicyRecipe):
     group_size: int = 2
     """Responses per prompt, in neighbouring rows."""
     pairing: Pairing = "best_worst"
-    """Pairs of a group: its best response against its worst, or each response of an
-    even number against the next."""
+    """Pairs of a group: best_worst takes its best response against its worst,
+    neighbours rows 2i against 2i + 1 (an even group_size)."""
     labels: Labels = "ranked"
     """Preference of a pair: ranked always prefers the higher score, whatever the
     difference; bradley_terry prefers it with probability σ of the difference."""
     kind: OnlineKind = "sigmoid"
-    """Loss of the pair's margin: DPO's own, IPO's or the hinge of SLiC."""
+    """Loss of the pair's margin: sigmoid is DPO's, ipo IPO's, hinge SLiC's."""
     temperature: float = 1.0
     """Temperature that divides the logits in every role."""
     num_epochs: int = 1
@@ -41,7 +41,7 @@ class OnlineDPORecipe(PolicyRecipe):
     micro_batch_size: int | None = None
     """Pairs per forward and backward pass; None is a minibatch."""
 
-    # Of a policy gradient's own loss, which a loss of pairs is not: no options here.
+    # Options of a policy gradient's loss, which a loss of pairs does not have.
     penalty: ClassVar[Penalty] = IN_REWARD  # the KL is measured by k1
     sampler_correction: ClassVar[None] = None
     surrogate: ClassVar[Surrogate] = CLIP
@@ -78,12 +78,12 @@ class OnlineDPORecipe(PolicyRecipe):
 
     @property
     def responses_per_pair(self) -> int:
-        """Responses that are sampled for each pair that is learned from."""
+        """Number of responses sampled for each pair."""
         return self.group_size if self.pairing == "best_worst" else 2
 
     @property
     def has_ratio(self) -> bool:
-        """Whether the loss has a probability ratio: none corrects here."""
+        """Whether the loss has a probability ratio that a stale sampler biases: no."""
         return False
 
     def check_batch(self, responses: int) -> None:

@@ -1,1 +1,1 @@
-"""What all policy gradients share: the recipe, the iteration, the loss, the update."""
+"""The parts that all policy gradients share: recipe, iteration, loss and update."""

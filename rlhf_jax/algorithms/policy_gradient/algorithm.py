@@ -1,7 +1,7 @@
-"""What an algorithm brings to the policy gradient, beside the options of its recipe.
+"""The interface of a policy-gradient algorithm.
 
-An algorithm is a subclass of `PolicyGradient` with options of its own, `experience`,
-and a loss where the policy's alone (`policy_gradient.loss`) is not enough: `ppo.PPO`,
+An algorithm is a subclass of `PolicyGradient` with its own options, `experience`, and a
+loss if it needs more than the policy's (`policy_gradient.loss`): `ppo.PPO`,
 `grpo.GRPO`, `reinforce.REINFORCE`.
 """
 
@@ -41,17 +41,17 @@ from rlhf_jax.roles.reference.lifecycle import FROZEN, Lifecycle
 Array = jax.Array
 Params = Any
 Tree = TypeVar("Tree")
-# A whole minibatch -> the minibatch that is learned from, and the loss of its parts.
+# A whole minibatch -> the minibatch to learn from, and the loss of its parts.
 MinibatchLoss = Callable[[Any], tuple[Any, LossFunction]]
 
 
 class CriticRecipe(NamedTuple):
-    """The critic of an algorithm, and how it is trained beside the policy."""
+    """The critic of an algorithm, and how it is trained with the policy."""
 
     model: ModelConfig
     optimizer: Optimizer
     after_stop: bool  # the state after the last token of a response has a value
-    shared_trunk: bool  # it is a head on the policy's trunk
+    shared_trunk: bool  # the critic is a head on the policy's trunk
     warmup: int  # iterations at the start that train the critic alone
 
 
@@ -64,8 +64,7 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
     max_new_tokens: int  # R, response columns
     stop_ids: tuple[int, ...]  # tokens that end a response; () never stops
     lifecycle: Lifecycle = FROZEN  # of the reference; the caller's loop moves it
-    # What is trained are adapters made by this one over one base; None trains every
-    # parameter.
+    # Trains adapters over one base; None trains every parameter.
     lora: LoRA | None = None
 
     def __post_init__(self) -> None:
@@ -82,7 +81,7 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
                 "'sequence_mean'; choose that"
             )
         if self.lora is not None:
-            # A bad pattern fails where the recipe is made, not in the first trace.
+            # Fail where the recipe is made, not in the first trace.
             targets(model=self.model, lora=self.lora)  # raises for a bad pattern
         warning = self.penalty.warning
         if warning is not None:
@@ -92,7 +91,7 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
             )
 
     def check_top_k(self, **numbers: int | None) -> None:
-        """Raises InputError for more of the likeliest tokens than there are."""
+        """Raises InputError for a top k larger than the vocabulary."""
         checks.within(
             most=self.model.vocab_size,
             advice="the vocabulary has no more tokens: choose fewer",
@@ -100,20 +99,20 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         )
 
     def _check_experts(self) -> None:
-        """Raises InputError for an option of mixtures that cannot act."""
+        """Raises InputError for an option of mixtures of experts on a dense model."""
         replay = self.routing_replay
-        for name, given in {
+        for name, is_set in {
             "routing_replay": replay is not None,
             "balance_coef": self.balance_coef != 0,
         }.items():
-            if given and self.model.experts is None:
+            if is_set and self.model.experts is None:
                 raise InputError(
                     f"{name}: expected a mixture of experts, got a dense "
                     f"{self.model.family}; leave {name} out"
                 )
 
     def _check_stops(self) -> None:
-        """Raises InputError for an option about stop tokens that can never act."""
+        """Raises InputError for an option that no stop token or length can trigger."""
         for name, needs in {
             "scores.missing_stop_score or missing_stop_penalty": (
                 self.scores.reads_stops
@@ -128,14 +127,13 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         if self.fixed_length is not None:
             checks.within(
                 below=self.max_new_tokens,
-                advice="after which no token is left that could end a response; lower "
-                "it, or sample longer by max_new_tokens",
+                advice="no later token could end a response: lower it, or raise "
+                "max_new_tokens",
                 truncate_after=self.fixed_length.truncate_after,
             )
         checks.within(
             below=self.max_new_tokens,
-            advice="which no response exceeds; lower it, or sample longer by "
-            "max_new_tokens",
+            advice="no response is longer: lower it, or raise max_new_tokens",
             **{"scores.overlong_after": self.scores.overlong_after},
         )
 
@@ -143,15 +141,15 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
     def experience(
         self, scored: Scored, *, kl_coef: Array
     ) -> tuple[PolicyExperience, masked.Stats]:
-        """What the updates read of a scored rollout: each algorithm has its own.
+        """Makes the experience of the updates from a scored rollout.
 
         Args:
-          scored: Scored[B, S], of `sample` and `score`.
-          kl_coef: β, f32[], reward units per nat. Here it acts in the reward:
-            `token_rewards` takes β·scored.kl off, where the penalty is in the reward.
+          scored: Scored[B, S], from `sample` and `score`.
+          kl_coef: β, f32[], reward units per nat. Here it acts in the reward: with a
+            penalty in the reward, `token_rewards` subtracts β·scored.kl.
 
         Returns:
-          A record with at least the fields of `PolicyExperience`, and stats of it.
+          A record with at least the fields of `PolicyExperience`, and its stats.
         """
 
     def rollout(
@@ -163,27 +161,26 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         frozen: FrozenModels = NO_MODELS,
         version: Array | None = None,
     ) -> Rollout:
-        """The responses to prompts: here the policy's own. β does not act here.
+        """Samples responses to prompts, by default from the policy. β does not act.
 
         Args:
-          policy: parameters to run with, adapters merged.
+          policy: parameters to run with, including adapters.
           prompts: Prompts[B, P].
-          key: of this step.
-          frozen: for algorithms that draw from the reference too (Nash-MD).
-          version: i32[], of the policy, for the ledger of trust; None stamps none.
+          key: key of this step.
+          frozen: for algorithms that also sample from the reference (Nash-MD).
+          version: i32[], version of the policy, recorded per token; None records none.
 
         Returns:
           Rollout[B, P + R].
         """
-        # Part of the signature for Nash-MD, whose mixture reads the reference.
-        del frozen
+        del frozen  # read by Nash-MD
         return flow.rollout.rollout(
             policy,
             model=self.model,
             prompts=prompts,
             key=key,
             max_new_tokens=self.max_new_tokens,
-            # Sampled to full length without stopping: `sample` truncates afterwards.
+            # With a fixed length sampling does not stop: `sample` truncates afterwards.
             stop_ids=self.stop_ids if self.fixed_length is None else (),
             temperature=self.temperature,
             group_size=self.rows_per_prompt,
@@ -197,9 +194,9 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         )
 
     def record_bytes(self, *, tokens: int) -> dict[str, int]:
-        """Bytes of what a batch records beside its tokens, by name.
+        """Bytes of a batch's records in addition to its tokens, by name.
 
-        The experts that are replayed, i32[B, S, L, k], and the sampler's likeliest
+        These are the replayed experts, i32[B, S, L, k], and the sampler's likeliest
         tokens, i32[B, S, k], with their log-probs, f32[B, S, k].
 
         Args:
@@ -220,21 +217,21 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         kl_coef: Array,
         frozen: FrozenModels = NO_MODELS,
     ) -> tuple[Any, LossFunction]:
-        """The loss of the parts of a minibatch: here that of the policy alone.
+        """Returns the loss of the parts of a minibatch, by default the policy's alone.
 
         Args:
-          minibatch: the rows of `experience`'s record that one optimizer step reads.
+          minibatch: the rows of the experience that one optimizer step reads.
           kl_coef: β, f32[], reward units per nat. Here it acts in the loss: β·kl_loss,
-            where the penalty is in the loss.
+            with a penalty in the loss.
           frozen: of the iteration, for exact KL in the loss and for adapters.
 
         Returns:
           The minibatch to learn from, and ((policy, critic), part, packing) ->
-          (loss, stats), whose losses add up over the parts. `packing` is that of the
-          part, and is passed where the update has one.
+          (loss, stats), whose losses add up over the parts. `packing` is the layout of
+          the part, passed if the update is packed.
         """
-        # Counts are of the whole minibatch, taken before it is cut into parts: each
-        # part divides by them, so that losses and gradients of parts add up exactly.
+        # Counts of the whole minibatch, before it is cut into parts: every part divides
+        # by them, so that losses and gradients of parts add up exactly.
         mask = minibatch.response_mask
         terms = functools.partial(
             self.terms,
@@ -254,13 +251,13 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         return minibatch, loss
 
     def terms(self, policy: Params, **part: Unpack[Part]) -> tuple[Array, masked.Stats]:
-        """The loss f32[] of a part of a minibatch, `policy_terms`, and its stats."""
+        """`policy_terms` of a part of a minibatch: its loss f32[] and stats."""
         output = policy_terms(policy, recipe=self, **part)
         return output.loss, output.stats
 
     @property
     def rows_per_prompt(self) -> int:
-        """Neighbouring rows that hold the same prompt, which is then run once."""
+        """Number of neighbouring rows with the same prompt, which is then run once."""
         return 1
 
     @property
@@ -270,10 +267,10 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
 
     @property
     def reads_ref_hidden(self) -> bool:
-        """Whether `learn` is best passed the reference's hidden states and its head.
+        """Whether to pass `learn` the reference's hidden states, not only log-probs.
 
-        That is a `ReferenceOutput` with them, and `FrozenModels.reference` of the head
-        alone (`flow.teacher`); else log-probs suffice.
+        `ReferenceOutput` has them, and `FrozenModels.reference` is then the head alone
+        (`flow.teacher`).
         """
         return False
 
@@ -283,19 +280,19 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         return isinstance(self.sampler_correction, Reject)
 
     def reported(self, rows: Tree) -> Tree:
-        """The rows that statistics of the objective, and shown samples, are of.
+        """The rows that count in statistics of the objective and in logged samples.
 
         Args:
-          rows: a pytree of arrays over the B rows of a rollout, or over nothing.
+          rows: a pytree of arrays with B rows of a rollout, or of scalars.
         """
         return rows
 
     def refuse_critic_apart(self) -> None:
-        """For critic and policy that are trained in programs of their own.
+        """Checks that critic and policy can be trained in separate programs.
 
         Raises:
-          InputError: they share a trunk, or a step of the policy may leave out the
-            critic's, which cannot know of it.
+          InputError: they share a trunk, or a guard may skip a step of both, which the
+            critic's program cannot know.
         """
         shared = self.critic is not None and self.critic.shared_trunk
         for name, value, why in (
@@ -310,7 +307,7 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
             )
 
     def refuse_turns(self, turns: Array | None) -> None:
-        """Raises InputError for rewards of turns where a response is cut at a stop."""
+        """Raises InputError for rewards of turns with `fixed_length`."""
         if self.fixed_length is not None and turns is not None:
             raise InputError(
                 f"fixed_length: expected None for episodes of several turns, each of "
@@ -319,22 +316,20 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
             )
 
     def kl_coef(self, state: TrainState) -> Array:
-        """β of this iteration, f32[], reward units per nat: the only place it is made.
+        """β of this iteration, f32[], reward units per nat: only computed here.
 
-        Online DPO has a constant in its place, `OnlineDPO.beta`.
-        The controller's coefficient, with `lifecycle.scale_kl_coef` times the number of
-        iterations from one KL to the next.
+        It is the controller's coefficient, times `lifecycle.kl_every` with
+        `lifecycle.scale_kl_coef`. Online DPO has a constant instead, `OnlineDPO.beta`.
         """
-        # Traced, as the controller's state is an array: a moving β compiles nothing
-        # anew.
+        # The controller's state is an array: a moving β does not recompile anything.
         coef, lifecycle = state.kl.kl_coef, self.lifecycle
         return coef * lifecycle.kl_every if lifecycle.scale_kl_coef else coef
 
     @property
     def loss_scale(self) -> float | None:
-        """What aggregation constant divides by, tokens; None with the means.
+        """The divisor of aggregation constant, tokens; None for the means.
 
-        With prompt_mean it is `PolicyExperience.prompt_scale` of each row.
+        prompt_mean has `PolicyExperience.prompt_scale` for each row instead.
         """
         if self.aggregation != "constant" or self.loss_scale_factor is not None:
             return self.loss_scale_factor
@@ -342,9 +337,9 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
 
     @property
     def length_bias(self) -> str | None:
-        """What the aggregation does to the expected gradient, None where it is nothing.
+        """How the aggregation biases the expected gradient; None if it does not.
 
-        Nothing too where all responses are trained to the same length.
+        It does not where all responses are trained on to the same length.
         """
         if not self.stop_ids or self.truncates_reward_only:
             return None
@@ -352,7 +347,7 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
 
 
 class Critic(NamedTuple):
-    """What computes the values of a rollout."""
+    """A critic as `values` runs it."""
 
     params: Params  # {"trunk": ..., "score": ...}, as in `critic.py`
     model: ModelConfig
@@ -372,7 +367,7 @@ def critic_of(
         )
     adapt = {"base": frozen.base, "lora": recipe.lora}
     if recipe.critic.shared_trunk:
-        # `state.critic` holds the head alone here: the trunk is not stored twice.
+        # `state.critic` has only the head: the trunk is not stored twice.
         trunk = adapted_params(state.policy, **adapt)
         params = {"trunk": trunk, "score": state.critic["score"]}
     else:
@@ -388,9 +383,9 @@ def values(
     frozen: FrozenModels = NO_MODELS,
     packing: RolloutPacking | None = None,
 ) -> Array | None:
-    """The critic's values of a rollout, which `learn` computes if they are not passed.
+    """Computes the critic's values of a rollout, as `learn` does if none are passed.
 
-    As a program by itself it runs while the host computes the scores.
+    As a separate program it can run while the host computes the scores.
 
     Returns:
       f32[B, S], reward units, 0 where a state has no value; None for an algorithm

@@ -1,14 +1,14 @@
-"""A sampler that is not the trainer: the choice of what corrects for it, and how.
+"""Corrections for a sampler that differs from the trainer.
 
-Ratio       old_logprobs are the sampler's, and the ratio to them is the weight
-Recompute   old_logprobs are the trainer's, and nothing is weighted
+Ratio       old_logprobs are the sampler's: the loss's own ratio corrects
+Recompute   old_logprobs are the trainer's, without importance weights
 Truncate, Mask, Reject
-            old_logprobs are the trainer's, and tokens have the importance weights
-            of `functional.off_policy.importance`
+            old_logprobs are the trainer's, with the importance weights of
+            `functional.off_policy.importance`
 
 sampler, in int8 or older      draws a token with log μ
 trainer                        recomputes its log-prob, log π_old
-weight                         of π_old / μ, by default min(π_old / μ, cap)
+weight                         a function of π_old / μ, as min(π_old / μ, cap)
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ Experience = TypeVar("Experience", bound=PolicyExperience)
 
 @dataclasses.dataclass(frozen=True)
 class Ratio:
-    """The ratio of the loss is to the sampler's log-probs, and the clip bounds it."""
+    """The loss takes its ratio to the sampler's log-probs, and clips it."""
 
     recomputes: ClassVar[bool] = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Recompute:
-    """The trainer computes old_logprobs again, for training in bfloat16."""
+    """The trainer recomputes old_logprobs, for training in bfloat16."""
 
     recomputes: ClassVar[bool] = True
 
 
 @dataclasses.dataclass(frozen=True)
 class Truncate:
-    """Weights are bounded from above."""
+    """Importance weights are bounded from above."""
 
     cap: float = 2.0
     """Largest weight, dimensionless."""
     level: TokenLevel = "token"
-    """Whose ratio is the weight: that of a token, or of its response."""
+    """Ratio that is the weight: of the token, or of its response (sequence)."""
 
     recomputes: ClassVar[bool] = True
     floor: ClassVar[None] = None
@@ -65,20 +65,20 @@ class Truncate:
 
     @property
     def correction(self) -> Correction:
-        """Its formula."""
+        """The formula of the weights (`importance.Correction`)."""
         return "token_truncate" if self.level == "token" else "sequence_truncate"
 
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """Weights are 0 where the ratio is beyond its bounds."""
+    """Importance weights are 0 where the ratio is beyond its bounds."""
 
     cap: float
     """Upper bound of the ratio."""
     floor: float | None = None
-    """Lower bound of the ratio; None is none."""
+    """Lower bound of the ratio; None is no bound."""
     level: TokenLevel = "token"
-    """Whose ratio is the weight: that of a token, or of its response."""
+    """Ratio that is the weight: of the token, or of its response (sequence)."""
 
     recomputes: ClassVar[bool] = True
 
@@ -88,7 +88,7 @@ class Mask:
 
     @property
     def correction(self) -> Correction:
-        """Its formula."""
+        """The formula of the weights (`importance.Correction`)."""
         return "token_mask" if self.level == "token" else "sequence_mask"
 
 
@@ -99,9 +99,10 @@ class Reject:
     cap: float
     """Upper bound of the ratio."""
     floor: float | None = None
-    """Lower bound of the ratio; None is none."""
+    """Lower bound of the ratio; None is no bound."""
     level: ResponseLevel = "sequence"
-    """Which ratio: that of the response, or its geometric mean over tokens."""
+    """Ratio that is bounded: of the response (sequence), or its geometric mean over
+    tokens (geometric)."""
 
     recomputes: ClassVar[bool] = True
 
@@ -111,14 +112,14 @@ class Reject:
 
     @property
     def correction(self) -> Correction:
-        """Its formula."""
+        """The formula of the weights (`importance.Correction`)."""
         return "sequence_reject" if self.level == "sequence" else "geometric_reject"
 
 
 def _check_bounds(
     correction: Correction, *, cap: float, floor: float | None = None
 ) -> None:
-    # Imported here, as most samplers are the trainer and have no weights.
+    # Imported here: most runs sample with the trainer and have no weights.
     from rlhf_jax.functional.off_policy import importance
 
     importance.check_bounds(correction, cap=cap, floor=floor)
@@ -131,10 +132,10 @@ SamplerCorrection = Ratio | Recompute | Truncate | Mask | Reject
 def corrected(
     experience: Experience, *, rollout: Rollout, step: Array, recipe: PolicyGradient
 ) -> tuple[Experience, masked.Stats]:
-    """The experience, weighted for who drew its tokens by `recipe.weighted`.
+    """Applies the importance weights of `recipe.weighted`, if there are any.
 
     Args:
-      rollout: whose `old_logprobs` are recomputed.
+      rollout: with recomputed `old_logprobs`.
 
     Returns:
       The experience, and stats {name: (sum, weight)}: `policy/sampler_mismatch`, mean
@@ -171,21 +172,21 @@ def weighted(
 ) -> tuple[Experience, masked.Stats]:
     """The experience with advantages w·A, w the importance weights of a correction.
 
-    As w >= 0, max(-ρ·wA, -clip(ρ)·wA) = w·max(-ρA, -clip(ρ)A), and as much holds for
-    every surrogate: the policy's loss is weighted token by token. Returns, the value
-    loss, the entropy bonus and a KL in the loss are not, but for the importance weights
-    of the KL's own (`Penalty`), which are over the sampler too. A rejected response is
-    left out of the policy loss, the entropy bonus and the KL in the loss, and of their
-    divisors; the critic is still trained on it.
+    As w >= 0, max(-ρ·wA, -clip(ρ)·wA) = w·max(-ρA, -clip(ρ)A), and likewise for every
+    other surrogate: the policy loss is weighted token by token. Returns, value loss and
+    entropy bonus are not weighted. A KL in the loss has weights of its own, also with
+    respect to the sampler (`Penalty.importance_weights`). A rejected response is left
+    out of the policy loss, the entropy bonus, the KL in the loss and their divisors;
+    the critic is still trained on it.
 
     Args:
       experience: PolicyExperience[B, S], whose `old_logprobs` are the trainer's.
-      sampler_logprobs: f32[B, S], nats, log μ of the weights that drew the tokens.
-      cap: C, the largest weight, dimensionless.
-      correction: how weights beyond the bounds are cut (`importance.Correction`).
-      floor: the smallest weight of the masks and of rejection; None is none.
+      sampler_logprobs: f32[B, S], nats, log μ of the policy that drew the tokens.
+      cap: upper bound of the ratio, dimensionless.
+      correction: formula of the weights (`importance.Correction`).
+      floor: lower bound of the ratio for masks and rejection; None is no bound.
     """
-    # Few samplers are corrected for.
+    # Imported here: few runs correct for a sampler.
     from rlhf_jax.functional.off_policy import importance, mismatch
 
     mask = experience.response_mask
@@ -200,17 +201,16 @@ def weighted(
     stats = mismatch.weight_stats(output, mask=mask, correction=correction)
     stats |= mismatch.sampler_kl(**pair)
     changed: dict[str, Array] = {
-        # Into the advantages, as weights are not negative: see the docstring.
+        # Into the advantages, as w >= 0: see the docstring.
         "advantages": output.weights * experience.advantages,
         "sampler_logprobs": sampler_logprobs,
     }
     if correction.endswith("_reject"):
-        # Not a weight of 0: divisors count the mask, and a rejected response is not in
-        # them. `value_mask` stays, so that the critic still learns from it.
+        # In the mask, so that divisors do not count rejected responses. `value_mask` is
+        # unchanged: the critic still learns from them.
         changed["response_mask"] = output.mask
         if experience.prompt_scale is not None:
-            # Computed from the mask before the rejection, it would divide by tokens
-            # that are gone.
+            # Recompute it: rejected tokens no longer count.
             changed["prompt_scale"] = aggregation.prompt_scale(
                 output.mask, group_size=group_size
             )
@@ -218,16 +218,16 @@ def weighted(
 
 
 def staleness(rollout: Rollout, *, step: Array) -> masked.Stats:
-    """How old the parameters that drew the tokens are.
+    """The age of the parameters that drew the tokens.
 
     Returns:
       {name: (sum, weight)}: `policy/staleness`, step - version, mean over the response
-      tokens, iterations, and `policy/staleness_max`, the largest; nothing where no
-      version is known.
+      tokens, iterations, and `policy/staleness_max`, the largest; {} where versions are
+      not recorded.
     """
     if rollout.version is None:
         return {}
-    # i32[B, S] - i32[]: versions are by token.
+    # Versions are per token.
     age = (step - rollout.version).astype(jnp.float32)
     mask = rollout.response_mask
     oldest = jnp.max(age, where=mask, initial=0.0)

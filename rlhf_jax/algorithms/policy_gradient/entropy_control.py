@@ -1,7 +1,7 @@
-"""Scored rollout -> the coefficient of its entropy bonus, that of the next one beside.
+"""Control of the entropy bonus: one coefficient per iteration, from its rollout.
 
-The entropy is that of whoever drew the tokens, before the update: it costs nothing, and
-no minibatch changes the coefficient.
+The entropy is that of the policy that drew the tokens, known before the update: it
+costs nothing, and the coefficient is the same in every minibatch.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class EntropyTarget:
-    """The coefficient grows where the entropy is at most the target, else shrinks."""
+    """The coefficient grows while the entropy is at most the target, else shrinks."""
 
     target: float = 0.2
-    """Nats per token, at or below which there is a bonus."""
+    """Entropy at or below which there is a bonus, nats per token."""
     increment: float = 0.005
-    """By which the coefficient moves in each iteration, reward units per nat."""
+    """Change of the coefficient in each iteration, reward units per nat."""
     largest: float = 1.0
     """Upper bound of the coefficient, reward units per nat."""
 
@@ -41,14 +41,14 @@ def control(
     rollout: Rollout,
     target: EntropyTarget,
 ) -> tuple[TrainState, PolicyExperience, masked.Stats]:
-    """The state with the next coefficient, the experience with that of this iteration.
+    """Adds this iteration's coefficient to the experience, the next one to the state.
 
     Args:
-      rollout: the rows whose entropy counts, `recipe.reported`. Without a token in them
-        there is no bonus, and the coefficient stays.
+      rollout: the rows whose entropy counts, `recipe.reported`. If they have no token
+        there is no bonus, and the coefficient does not change.
 
     Returns:
-      Both, and `objective/entropy_coef`, reward units per nat.
+      State and experience, and `objective/entropy_coef`, reward units per nat.
 
     Raises:
       InputError: the state has no coefficient, see `state.grpo_state`.
@@ -64,13 +64,13 @@ def control(
     mean = masked.masked_mean(rollout.entropy, mask=mask)
     applied, coef = controlled(
         state.entropy_coef,
-        # The mean of no tokens is 0 there, which would be below every target.
+        # `masked_mean` of no tokens is 0, which is below every target.
         entropy=jnp.where(mask.any(), mean, jnp.nan),
         target=target.target,
         increment=target.increment,
         largest=target.largest,
     )
-    # By row, as minibatches and their parts are cut from the experience.
+    # One per row: minibatches and their parts are cut from the experience.
     of_rows = jnp.broadcast_to(applied, experience.response_mask.shape[:1])
     return (
         dataclasses.replace(state, entropy_coef=coef),

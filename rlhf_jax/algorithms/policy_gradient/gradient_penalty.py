@@ -2,8 +2,7 @@
 
     g₁ = ∇L(θ) ──> θ + ε·g₁ ──> g₂ = ∇L(θ + ε·g₁) ──> step along g₁ + (γ/ε)·(g₂ − g₁)
 
-Both gradients are of one minibatch, so that a step costs two forward and backward
-passes.
+Both gradients are of the same minibatch: a step costs two forward and backward passes.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ Params = Any
 
 @dataclasses.dataclass(frozen=True)
 class GradientPenalty:
-    """γ/2·‖∇L‖² beside the loss L of a minibatch, by a finite difference."""
+    """Adds γ/2·‖∇L‖² to the loss L of a minibatch, by a finite difference."""
 
     strength: float
     """γ: weight of half the squared norm of the gradient."""
     step: float = 1e-3
-    """ε: step along the gradient, over which the difference is taken; larger where a
+    """ε: step of the finite difference along the gradient; take a larger one where a
     forward pass in bfloat16 would round it away."""
     max_norm: float | None = 10.0
     """Largest norm of each of the two gradients; None clips neither."""
@@ -52,10 +51,10 @@ def penalised(
       grads: ∇L(θ); both gradients are clipped to `penalty.max_norm`.
 
     Returns:
-      The gradient, of the structure of `params`. None flows through this function.
+      The gradient, of the structure of `params`.
 
-    ‖∇L‖² is of the minibatch: in the mean it is that of the expected gradient and the
-    variance of the gradient beside it, so that noise is penalised too.
+    ‖∇L‖² is taken over the minibatch. Its expectation is that of the expected gradient
+    plus the variance of the gradient, so noise is penalised too.
 
     Source: Ackermann et al. 2026, arXiv:2602.18037, with the forward difference and the
     clips of the authors' code (JohannesAck/gradientregularization_trl).
@@ -76,6 +75,6 @@ def _clipped(grads: Params, *, max_norm: float | None) -> Params:
     if max_norm is None:
         return grads
     norm = optax.tree.norm(grads)
-    # A norm of 0 is below the bound, and is not divided by.
+    # A norm of 0 is below the bound, and is not a divisor.
     scale = jnp.where(norm > max_norm, max_norm / jnp.maximum(norm, max_norm), 1.0)
     return jax.tree.map(lambda g: scale * g, grads)

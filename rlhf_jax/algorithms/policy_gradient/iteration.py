@@ -1,12 +1,11 @@
-"""From prompts to the next state: the iteration of every policy gradient.
+"""The iteration of every policy gradient, from prompts to the next state.
 
     sample ─> reward ─> learn = make_experience ─> update
     └───────────────────── iteration ──────────────────┘
 
-`iteration` is for rewards that run in JAX. A reward that runs on the host stands
-between two programs, `sample` and `learn`. A critic on devices of its own has programs
-of its own (`ppo.critic_apart`). All ways give the same numbers, as long as gradients
-are finite.
+`iteration` is for rewards that run in JAX. A reward on the host runs between two
+programs, `sample` and `learn`. A critic on devices of its own has separate programs
+(`ppo.critic_apart`). All of these give equal results while gradients are finite.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def iteration(
     recipe: PolicyGradient,
     ptx: batch.Sequences | None = None,
 ) -> tuple[TrainState, masked.Stats, batch.Scored]:
-    """One iteration: respond to the prompts, score the responses, learn from them.
+    """One iteration: samples responses to the prompts, scores them and learns.
 
     Maximises E[reward(x, y)] - β·(KL(π ‖ π_ref) + Σ_i w_i·KL(π ‖ π_i)), i over the
     further references.
@@ -55,18 +54,18 @@ def iteration(
       prompts: Prompts[B, P]; `recipe.rows_per_prompt` neighbouring rows of each prompt.
       reward: rollout -> f32[B] or `rewards.Scores`, reward units, in JAX; None scores
         every response 0.
-      key: of this step, `fold_in(root, step)`.
+      key: key of this step, `fold_in(root, step)`.
       recipe: static, a `ppo.PPO`, a `grpo.GRPO` or another `PolicyGradient`.
-      ptx: Sequences[M, S'], texts for `recipe.ptx_coef`, shared out over minibatches.
+      ptx: Sequences[M, S'], texts for `recipe.ptx_coef`, divided over minibatches.
 
     Returns:
-      The next state, stats {name: (sum, weight)}, and the scored rollout for the
-      record, with the scores that the advantages were computed from.
+      The next state, stats {name: (sum, weight)}, and the scored rollout for logging,
+      with the scores that the advantages were computed from.
 
     Raises:
-      InputError: batch sizes or groups do not divide, the reward is not one number a
-        row, or there is one of the base and `recipe.lora`, or of `ptx` and `ptx_coef`,
-        without the other.
+      InputError: batch sizes or groups do not divide, the reward is not one number per
+        row, or only one is given of the base and `recipe.lora`, or of `ptx` and
+        `ptx_coef`.
     """
     rollout = sample(
         state.policy,
@@ -99,16 +98,16 @@ def sample(
     frozen: FrozenModels = NO_MODELS,
     version: Array | None = None,
 ) -> batch.Rollout:
-    """The rollout of an iteration, as `recipe.rollout` draws it.
+    """Samples the rollout of an iteration by `recipe.rollout`.
 
     Args:
       prompts: Prompts[B, P]; a prompt in `recipe.rows_per_prompt` rows is run once.
-      key: of this step; the sampler takes the first of the two keys split from it.
-      version: i32[], of the policy, `TrainState.step`; None stamps no token.
+      key: key of this step; the sampler takes the first of two keys split from it.
+      version: i32[], version of the policy, `TrainState.step`; None records none.
     """
-    recipe.minibatch_size(prompts.tokens.shape[0])  # before any work is done in vain
-    # `update` shuffles by the second of the two (`shuffle_key`): one key per step
-    # serves both programs, and neither repeats the other's draws.
+    recipe.minibatch_size(prompts.tokens.shape[0])  # fail before sampling
+    # `update` shuffles with the second key (`shuffle_key`): one key per step serves
+    # both programs.
     sample_key, _ = jax.random.split(key)
     rollout = recipe.rollout(
         adapted_params(policy, base=frozen.base, lora=recipe.lora),
@@ -117,23 +116,23 @@ def sample(
         frozen=frozen,
         version=version,
     )
-    # The policy is trained on what this rollout holds, so that only a cut for the
-    # reward alone has to wait (`seen_by_reward`).
+    # A truncation for the reward alone has to wait (`seen_by_reward`): the policy is
+    # trained on this rollout.
     return rollout if recipe.truncates_reward_only else _truncated(rollout, recipe)
 
 
 def seen_by_reward(rollout: batch.Rollout, *, recipe: PolicyGradient) -> batch.Rollout:
-    """What the reward sees of a rollout of `sample`: all of it, unless it is cut here.
+    """The part of a rollout of `sample` that the reward reads.
 
-    Where `recipe.truncates_reward_only` responses end at their first stop token, while
-    the policy is trained on all their tokens.
+    With `recipe.truncates_reward_only` responses end at their first stop token here,
+    while the policy is trained on all their tokens. Otherwise it is the whole rollout.
     """
     return _truncated(rollout, recipe) if recipe.truncates_reward_only else rollout
 
 
 def _truncated(rollout: batch.Rollout, recipe: PolicyGradient) -> batch.Rollout:
     """The rollout with responses that end at their first stop token."""
-    if recipe.fixed_length is None:  # they do already
+    if recipe.fixed_length is None:  # sampling ended them there
         return rollout
     return flow.rollout.truncate(
         rollout, stop_ids=recipe.stop_ids, after=recipe.fixed_length.truncate_after
@@ -153,28 +152,28 @@ def learn(
     ptx: batch.Sequences | None = None,
     packing: batch.RolloutPacking | None = None,
 ) -> tuple[TrainState, masked.Stats, batch.Scored]:
-    """The part of an iteration that follows the reward.
+    """The part of an iteration after the reward.
 
     Args:
-      scores: f32[B], reward units, of what `seen_by_reward` returned for the rollout;
-        or `rewards.Scores`, whose parts are logged as `reward/NAME`; None scores every
+      scores: f32[B], reward units, of the rollout as `seen_by_reward` returns it; or
+        `rewards.Scores`, whose parts are logged as `reward/NAME`; None scores every
         response 0.
-      frozen: without a reference and `ref_output` no KL is taken, and none logged.
-      ref_output: of the reference; None runs it here, if there is one.
-      values: f32[B, S], reward units, of `ppo.values`; None computes them here.
+      frozen: without a reference and `ref_output`, no KL is computed or logged.
+      ref_output: results of the reference; None runs it here, if there is one.
+      values: f32[B, S], reward units, from `ppo.values`; None computes them here.
       ptx: Sequences[M, S'], texts for `recipe.ptx_coef`; None mixes none in.
-      packing: how the models read this rollout packed (`data.layouts`); None pads it.
+      packing: packed layout of this rollout (`data.layouts`); None reads padded rows.
 
     Returns:
-      The next state, stats {name: (sum, weight)}, and the scored rollout, in which what
-      `Scores.left_out` names has no response.
+      The next state, stats {name: (sum, weight)}, and the scored rollout, in which rows
+      of `Scores.left_out` have no response.
     """
-    # Such a state would pass: values replace the critic's forward pass, and the update
-    # would then train the policy alone without a word.
+    # Without this check values would replace the critic's forward pass, and the update
+    # would silently train the policy alone.
     if recipe.critic is not None and values is not None and state.critic is None:
         raise InputError(
-            "expected a state with the critic of its recipe, got one with no critic "
-            "where it has one; beside a critic apart call make_experience and update"
+            "expected a state with a critic, as the recipe has one, got a state "
+            "without a critic; with a critic apart call make_experience and update"
         )
     state, experience, stats, scored = make_experience(
         state,
@@ -209,10 +208,10 @@ def make_experience(
     values: Array | None = None,
     packing: batch.RolloutPacking | None = None,
 ) -> tuple[TrainState, batch.PolicyExperience, masked.Stats, batch.Scored]:
-    """What the updates of an iteration read.
+    """Makes the experience of an iteration's updates from its rollout and scores.
 
     Args:
-      state: donated by the caller's `jit`; without a critic if there are `values`.
+      state: donated by the caller's `jit`; may lack the critic if there are `values`.
 
     Returns:
       The state with these scores in its moments, the experience [B, S] of the
@@ -220,13 +219,12 @@ def make_experience(
 
     Raises:
       InputError: the scores are not one per row, PPO has neither values nor critic, or
-        the recipe is of responses of one turn and there are rewards of several.
+        rewards of several turns come with `fixed_length`.
     """
     critic = None
     if values is None:
         critic = critic_of(state, recipe=recipe, frozen=frozen)
-    # Minibatches are packed otherwise than the whole batch; here all rows are read
-    # once.
+    # The layout of the whole batch: here models read all rows once.
     of_batch = None if packing is None else packing.batch
     rows = rollout.tokens.shape[0]
     if scores is None:
@@ -236,21 +234,19 @@ def make_experience(
     row_mask = None
     if returned.left_out is not None:
         row_mask = ~jnp.asarray(returned.left_out)
-        # Selected, not multiplied by 0: a score that is missing may be NaN, and NaN
-        # times 0 is NaN.
+        # Select: a missing score may be NaN, and NaN times 0 is NaN.
         total = jnp.where(row_mask, returned.total, 0.0)
         returned = dataclasses.replace(returned, total=total)
-        # From here on it has no token: whatever counts tokens leaves it out by itself.
+        # Without tokens these rows drop out of everything that counts tokens.
         rollout = flow.rollout.leave_out(rollout, rows=~row_mask)
-    # Before shaping, as the running moments that normalise a batch count it too.
-    # Left-out rows are not in them, nor are those that the policy did not sample.
+    # Before shaping: the moments that normalise a batch include it. Rows that are left
+    # out, or that the policy did not sample, are not in them.
     moments = flow.shaping.next_moments(
         state.scores,
         recipe.reported(returned.total),
         row_mask=None if row_mask is None else recipe.reported(row_mask),
     )
-    # Lengths and stops that shaping charges for are those of the response that was
-    # scored.
+    # Shaping penalises lengths and missing stops of the response that was scored.
     rewarded = seen_by_reward(rollout, recipe=recipe)
     shaping: dict[str, Any] = {
         "moments": moments,
@@ -264,8 +260,7 @@ def make_experience(
         turn_rewards = flow.shaping.shape_turns(
             turn_rewards, ends=returned.turn_ends, scores=returned.total, **shaping
         )
-    # With LoRA the adapters stand beside the frozen kernels: nothing is merged or
-    # copied.
+    # Adapters of LoRA are applied beside the frozen kernels, not merged into them.
     params = adapted_params(state.policy, base=frozen.base, lora=recipe.lora)
     replay = recipe.routing_replay
     if replay is not None:
@@ -278,8 +273,8 @@ def make_experience(
         "temperature": recipe.temperature,
         "packing": of_batch,
     }
-    # Before the KL, which is of `old_logprobs`: of the trainer's numbers where these
-    # are recomputed, else of the sampler's.
+    # Before the KL, which reads `old_logprobs`: the trainer's if recomputed, else the
+    # sampler's.
     if recipe.recomputes_logprobs:
         rollout = flow.rollout.recompute_logprobs(rollout, params, **reading)
     scoring = {**reading, "penalty": recipe.penalty, "policy": params}
@@ -306,11 +301,11 @@ def make_experience(
     scored, further = flow.objective.add_further(
         scored, further=frozen.further, **scoring
     )
-    # Read before the update, which moves the controller: one β for the whole iteration.
+    # Before the update, which moves the controller: one β for the whole iteration.
     kl_coef = recipe.kl_coef(state)
     experience, experience_stats = recipe.experience(scored, kl_coef=kl_coef)
     if ref_output is not None and ref_output.taught is not None:
-        # Divisors count what is taught alone, as they count no rejected response.
+        # In the mask, so that divisors count only rows with a demonstration.
         taught = ref_output.taught[:, None] & experience.response_mask
         experience = dataclasses.replace(experience, response_mask=taught)
         share = masked.sum_stats(
@@ -319,7 +314,7 @@ def make_experience(
         )
         experience_stats = experience_stats | share
     choice_stats, control_stats, weight_stats = {}, {}, {}
-    # Before importance weights: the covariances of Clip-Cov are of advantages.
+    # Before importance weights: Clip-Cov reads unweighted advantages.
     if recipe.token_choice is not None:
         experience, choice_stats = token_choice.choose(
             experience, rollout=rollout, step=state.step, choice=recipe.token_choice
@@ -332,22 +327,22 @@ def make_experience(
             target=recipe.entropy_control,
         )
     ref_hidden = None
-    # [B, S, D] in every minibatch is costly: only distillation keeps it.
+    # Costly, [B, S, D] in every minibatch: only distillation keeps it.
     if ref_output is not None and recipe.reads_ref_hidden:
         ref_hidden = ref_output.hidden
-    # Indices through `reported` say which rows the policy itself drew (Nash-MD: half).
+    # The rows that the policy itself drew (Nash-MD: half of them).
     rows = recipe.reported(jnp.arange(rollout.tokens.shape[0]))
     sampled = flow.ledger.entries(rollout, step=state.step, rows=rows)
     experience = dataclasses.replace(
         experience,
         further=further,
         ref_hidden=ref_hidden,
-        # Online DPO lays two responses in a row, so that the ledger's entries follow.
+        # Online DPO puts two responses into a row; the ledger's entries follow.
         sampled=jax.tree.map(experience.laid_out, sampled),
         experts=rollout.experts,
         top_k=rollout.top_k,
     )
-    # Else `old_logprobs` are the sampler's, and the ratio of the loss is the weight.
+    # Otherwise `old_logprobs` are the sampler's, and the loss's own ratio corrects.
     if recipe.recomputes_logprobs:
         experience, weight_stats = corrections.corrected(
             experience, rollout=rollout, step=state.step, recipe=recipe
@@ -356,8 +351,7 @@ def make_experience(
     stats = masked.merge_stats(
         weight_stats,
         flow.objective.objective_stats(
-            # The metric is the reward's own score; what shaping made of it was for the
-            # loss.
+            # The metric is the reward's own score, before shaping.
             recipe.reported(dataclasses.replace(scored, scores=returned.total)),
             kl_coef=kl_coef,
             ended=recipe.reported(ended),

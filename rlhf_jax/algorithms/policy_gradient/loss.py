@@ -1,4 +1,4 @@
-"""The terms of a loss that are about the policy: what PPO shares with GRPO and RLOO."""
+"""The policy's terms of a loss, which all policy gradients share."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from rlhf_jax.roles.reference.frozen import (
     shape_of,
 )
 
-if TYPE_CHECKING:  # whose recipes hand this loss on
+if TYPE_CHECKING:  # which imports this module
     from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 
 Array = jax.Array
 Params = Any
-# Of log-probs, advantages and a mask, by keyword: the loss, and its stats.
+# (log-probs, advantages, mask and counts, by keyword) -> (loss, stats).
 Loss = Callable[..., tuple[Array, masked.Stats]]
 
 
 class Part(TypedDict):
-    """The arguments of `policy_terms` that are about a part of a minibatch."""
+    """The arguments of `policy_terms` that describe a part of a minibatch."""
 
     experience: PolicyExperience  # [b, S], the rows of the part
     kl_coef: Array | float  # β, reward units per nat
@@ -48,13 +48,13 @@ class Part(TypedDict):
 
 
 class PolicyTerms(NamedTuple):
-    """Of a batch or a part of it."""
+    """The results of `policy_terms`."""
 
     loss: Array  # f32[]
     stats: masked.Stats
-    # Of the policy, floats[*texts.tokens.shape, D]: a head on its trunk reads on.
+    # The policy's states, floats[*texts.tokens.shape, D], for other heads on its trunk.
     hidden: Array
-    texts: Texts  # the rows as heads read them
+    texts: Texts  # the rows in the layout of `hidden`
 
 
 def policy_terms(
@@ -70,27 +70,27 @@ def policy_terms(
 ) -> PolicyTerms:
     """L = policy_loss + β·kl_loss - c_H·entropy of a (micro-)batch.
 
-    β·kl_loss is there with a penalty in the loss (`recipe.penalty`), the entropy
-    with `recipe.entropy_coef` or `entropy_control`, and coef·`kl_cov_loss` beside them
-    with `token_choice.KLCov`. With further references in the experience, kl_loss is
-    kl_loss(π, π_ref) + Σ_i w_i·kl_loss(π, π_i). policy_loss is that of
-    `recipe.surrogate`.
+    policy_loss is the loss of `recipe.surrogate`. β·kl_loss is a term with a penalty in
+    the loss (`recipe.penalty`), the entropy with `recipe.entropy_coef` or
+    `entropy_control`. `token_choice.KLCov` adds coef·`kl_cov_loss`, and
+    `recipe.balance_coef` a balance loss. With further references in the experience,
+    kl_loss is kl_loss(π, π_ref) + Σ_i w_i·kl_loss(π, π_i).
 
     Args:
-      policy: parameters, or adapters; the gradient reaches them alone.
-      num_tokens, num_responses: f32[], response tokens, and responses that hold one,
-        of the whole minibatch.
-      frozen: of which the references are read for exact KL in the loss alone; the
-        log-probs and weights of further ones are the experience's.
+      policy: parameters, or adapters; the gradient reaches only these.
+      num_tokens, num_responses: f32[], response tokens of the whole minibatch, and its
+        responses with a token.
+      frozen: its references are read only for exact KL in the loss; the experience has
+        the log-probs and weights of further references.
 
     Returns:
       The loss with the stats of its terms, `policy/sampler_mismatch`, and the sums of
-      the ledger of trust where the experience has its entries.
+      the ledger of trust if the experience has entries for it.
     """
     mask = experience.response_mask
     params = adapted_params(policy, base=frozen.base, lora=recipe.lora)
-    # Columns before the response have no loss: their states are not read out, which is
-    # where the vocabulary-sized work is. One column earlier predicts the first token.
+    # Columns before the response have no loss, so heads skip them and save most of the
+    # vocabulary-sized work. The last prompt column predicts the first response token.
     texts = texts_of(
         experience.tokens,
         experience.mask,
@@ -100,8 +100,7 @@ def policy_terms(
     hidden, balance, router_stats = _hidden_states(
         params, texts, experience=experience, num_tokens=num_tokens, recipe=recipe
     )
-    # In chunks of the vocabulary: no array [b, S, V] exists, not even in the backward
-    # pass.
+    # In chunks of the vocabulary: even the backward pass has no array [b, S, V].
     logprobs, entropy = logprobs_from_hidden(
         params,
         hidden,
@@ -111,12 +110,12 @@ def policy_terms(
         temperature=recipe.temperature,
         first_column=texts.first_column,
     )
-    # From here on everything is [b, S], packed or not: losses know of no packing.
+    # From here on all arrays are padded [b, S]: losses do not know of packing.
     logprobs = texts.padded(logprobs)
     scale: losses.LossScale = recipe.loss_scale
     if recipe.aggregation == "prompt_mean":
         scale = experience.prompt_scale
-    # One divisor for policy loss, entropy and KL, of the whole minibatch, so that the
+    # Policy loss, entropy and KL have one divisor, of the whole minibatch, so that the
     # losses of micro-batches add up.
     counts: dict[str, Any] = {
         "aggregation": recipe.aggregation,
@@ -174,25 +173,25 @@ def policy_terms(
             vocab_size=recipe.model.num_tokens,
         )
     if isinstance(recipe.token_choice, KLCov):
-        # Few runs have it.
+        # Imported here: few runs need it.
         from rlhf_jax.functional.policy_losses.token_choice import kl_cov_loss
 
-        assert experience.chosen is not None  # of `token_choice.choose`
-        held, held_stats = kl_cov_loss(
+        assert experience.chosen is not None  # set by `token_choice.choose`
+        kl_cov, kl_cov_stats = kl_cov_loss(
             logprobs=logprobs,
             old_logprobs=experience.old_logprobs,
             chosen=experience.chosen,
             mask=mask,
             **counts,
         )
-        loss, stats = loss + recipe.token_choice.coef * held, stats | held_stats
-    # A static number: at 0 the term is not in the program.
+        loss, stats = loss + recipe.token_choice.coef * kl_cov, stats | kl_cov_stats
+    # Static: at 0 the term is not in the program.
     controlled = experience.entropy_coef
     if recipe.entropy_coef or controlled is not None:
         bonus, bonus_stats = losses.entropy_bonus(
             entropy=texts.padded(entropy), mask=mask, **counts
         )
-        # The largest, as rows that a part does not hold have 0.
+        # The maximum, as a packed part has 0 in the rows of other parts.
         coef = recipe.entropy_coef if controlled is None else controlled.max()
         loss, stats = loss + coef * bonus, stats | bonus_stats
     if recipe.penalty.in_loss and experience.ref_logprobs is not None:
@@ -201,8 +200,8 @@ def policy_terms(
             ref_logprobs: Array, reference: Frozen | None
         ) -> tuple[Array, masked.Stats]:
             exact = None
-            # Of hidden states that the policy's log-probs have been made from: one
-            # forward pass of the policy serves both.
+            # From the hidden states of the policy's log-probs: one forward pass of the
+            # policy serves both.
             if recipe.penalty.loss_needs_logits:
                 replay = recipe.routing_replay
                 replayed = None
@@ -222,8 +221,8 @@ def policy_terms(
             return penalty.kl_loss(
                 penalty=recipe.penalty,
                 logprobs=logprobs,
-                # Importance weights of the KL are over whoever drew the tokens; the
-                # ratio of the surrogate is over `old_logprobs`.
+                # Importance weights of the KL are relative to the sampler; the ratio of
+                # the surrogate is relative to `old_logprobs`.
                 old_logprobs=experience.behaviour_logprobs,
                 ref_logprobs=ref_logprobs,
                 mask=mask,
@@ -233,11 +232,11 @@ def policy_terms(
 
         kl_loss, kl_stats = of_reference(experience.ref_logprobs, frozen.reference)
         for name, further in experience.further.items():
-            assert further.logprobs is not None  # of `flow.objective.add_further`
+            assert further.logprobs is not None  # set by `flow.objective.add_further`
             model = frozen.further[name].frozen if frozen.further else None
             added, added_stats = of_reference(further.logprobs, model)
             kl_loss += further.weight * added
-            # The logged KL is that of the loss, weighted; clipping is counted over all
+            # The logged KL is weighted, as in the loss; clipping is counted over all
             # references.
             kl_sum, num_kl = added_stats.pop("loss/kl")
             first_sum, _ = kl_stats.pop("loss/kl")
@@ -255,12 +254,12 @@ def _hidden_states(
     num_tokens: Array,
     recipe: PolicyGradient,
 ) -> tuple[Array, Array | float, masked.Stats]:
-    """Hidden states, and of a mixture its part of the balance loss and router stats."""
+    """Hidden states; for mixtures of experts also a balance loss and router stats."""
     model, experts = recipe.model, experience.experts
     if model.experts is None:
         return texts.hidden_states(params, model=model), 0.0, {}
     hidden, routing = texts.hidden_and_routing(params, model=model, experts=experts)
-    # Each part balances its own tokens, and counts by its share of the minibatch's.
+    # Each part balances its own tokens, weighted by its share of the minibatch.
     share = experience.response_mask.sum(dtype=jnp.float32) / num_tokens
     stats = jax.lax.stop_gradient(router_stats(routing))
     return hidden, share * balance_loss(routing), stats
@@ -269,14 +268,14 @@ def _hidden_states(
 def _kept_advantages(
     experience: PolicyExperience, logprobs: Array, recipe: PolicyGradient
 ) -> tuple[Array, masked.Stats]:
-    """Advantages, 0 at tokens that are not chosen, and where a mask leaves out."""
+    """Advantages, 0 at tokens that `token_choice` or `off_policy_mask` leave out."""
     advantages = experience.advantages
     if experience.chosen is not None and not isinstance(recipe.token_choice, KLCov):
-        # Here and not in the experience, whose advantages PPO whitens.
+        # Here, and not in the experience, whose advantages PPO may still whiten.
         advantages = jnp.where(experience.chosen, advantages, 0.0)
     if recipe.off_policy_mask is None:
         return advantages, {}
-    # Few runs have it.
+    # Imported here: few runs need it.
     from rlhf_jax.functional.policy_losses.sequence_mask import off_policy_mask
 
     kept = off_policy_mask(
@@ -286,7 +285,7 @@ def _kept_advantages(
         mask=experience.response_mask,
         threshold=recipe.off_policy_mask,
     )
-    # Not in the mask: what is left out still counts in what a loss is divided by.
+    # Not in the mask: tokens that are left out still count in the divisor of a loss.
     stats = {"policy/off_policy_masked": (~kept).astype(jnp.float32)}
     return (
         jnp.where(kept, advantages, 0.0),

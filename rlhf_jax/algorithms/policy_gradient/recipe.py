@@ -1,4 +1,4 @@
-"""The options that all policy gradients share, as a paper would state them.
+"""The options that all policy gradients share.
 
 `PolicyRecipe` is an option group of a command line; each algorithm adds its own.
 """
@@ -38,7 +38,7 @@ WeightLevel = Literal["token", "sequence"]
 
 @dataclasses.dataclass(frozen=True)
 class Clip:
-    """PPO's, whose gradient is 0 where the ratio is beyond the clip."""
+    """PPO's surrogate, whose gradient is 0 where the clip binds."""
 
     clip_range: float = 0.2
     """ε: probability ratios are clipped to [1 − ε, 1 + ε]."""
@@ -48,7 +48,7 @@ class Clip:
     """Dual-clip bound c > 1 of ratios where the advantage is negative; None disables
     it."""
     ratio_level: RatioLevel = "token"
-    """Whose ratio a token has (`surrogates.at_level`)."""
+    """Ratio of a token: its own, or that of its response (`surrogates.at_level`)."""
 
     def __post_init__(self) -> None:
         checks.positive(
@@ -75,15 +75,15 @@ class Clip:
 
 @dataclasses.dataclass(frozen=True)
 class CISPO:
-    """The ratio as a bounded weight of log-probs: every token keeps its gradient."""
+    """Log-probs weighted by the clipped ratio: every token keeps its gradient."""
 
     clip_range: float = 0.2
     """ε: weights are at least 1 − ε; 1 or more is no lower bound."""
     clip_range_high: float | None = None
-    """Weights are at most 1 + this; None is clip_range."""
+    """ε_high: weights are at most 1 + ε_high; None is clip_range."""
     ratio_level: WeightLevel = "token"
-    """Whose ratio a token has; of a sequence there is one level, as the weight has no
-    gradient."""
+    """Ratio of a token: its own, or that of its response (sequence). sequence_token
+    would equal sequence, as the weight has no gradient."""
 
     def __post_init__(self) -> None:
         checks.positive(
@@ -105,14 +105,14 @@ class CISPO:
 
 @dataclasses.dataclass(frozen=True)
 class SAPO:
-    """A soft gate in place of the clip."""
+    """A soft gate of the ratio in place of the clip."""
 
     temperature_pos: float = 1.0
     """Temperature of the gate where the advantage is positive."""
     temperature_neg: float = 1.05
-    """Temperature of the gate where it is not."""
+    """Temperature of the gate where the advantage is not positive."""
     ratio_level: RatioLevel = "token"
-    """Whose ratio a token has (`surrogates.at_level`)."""
+    """Ratio of a token: its own, or that of its response (`surrogates.at_level`)."""
 
     def __post_init__(self) -> None:
         checks.positive(
@@ -140,10 +140,10 @@ class FixedLength:
     """Responses are sampled to their full length, then truncated at a stop token."""
 
     truncate_after: int = 0
-    """Number of tokens at the start of a response in which a stop token does not end
+    """Number of tokens at the start of a response among which a stop token does not end
     it."""
     reward_only: bool = False
-    """Whether only the reward sees the truncated response."""
+    """Whether only the reward reads the truncated response."""
 
     def __post_init__(self) -> None:
         checks.non_negative(truncate_after=self.truncate_after)
@@ -151,95 +151,96 @@ class FixedLength:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyRecipe:
-    """How responses are sampled, what becomes of their scores, how the policy moves."""
+    """Options of sampling, of the scores, and of the policy's loss and updates."""
 
     temperature: float = 0.7
     """Temperature that divides the logits in every role."""
     fixed_length: FixedLength | None = None
     """Samples every response to its full length, then truncates it at its first stop
     token after this number of tokens, as 0 or 16,reward_only=true (openai-2019). With
-    reward_only=true only the reward sees the truncated response: the policy is trained
-    on all of it, and its score lands on the last token. None ends a response at its
-    first stop token as it is sampled."""
+    reward_only=true only the reward reads the truncated response: the policy is trained
+    on all tokens, with the score on the last one. None ends a response at its first
+    stop token while sampling."""
     continuous_batching: int | None = None
-    """Number of responses sampled at a time by continuous batching: a finished one
-    makes room for the next prompt; None samples all rows at once. Samples are the same
-    up to rounding, which may decide a draw that falls between two tokens."""
+    """Number of responses sampled at a time by continuous batching: the next prompt
+    takes the place of a finished response; None samples all rows at once. Samples are
+    equal up to rounding, which may decide a draw that falls between two tokens."""
     penalty: Penalty = IN_REWARD
     """Estimator of the KL and where its penalty acts."""
     scores: ScoreShaping = shaping.AS_THEY_ARE
     """Shaping of the reward's scores."""
     sampler_correction: SamplerCorrection | None = None
-    """What corrects for a sampler that is not the trainer: ratio, recompute, truncate,
+    """Correction for a sampler that is not the trainer: ratio, recompute, truncate,
     mask or reject. ratio takes the sampler's log-probs as old_logprobs, and the clip
-    bounds the ratio to them. With the others the trainer recomputes old_logprobs:
-    recompute alone is for training in bfloat16. truncate, mask and reject have
-    importance weights too, the trainer's probability of a token over the sampler's, or
-    of its response with level=sequence, by which its advantage is multiplied. truncate
-    bounds them by cap=2; mask makes them 0 beyond cap= and floor= (IcePop:
+    bounds the ratio to them. With the others the trainer recomputes old_logprobs;
+    recompute does only that, for training in bfloat16. truncate, mask and reject also
+    multiply the advantage of a token by an importance weight: the trainer's probability
+    of the token over the sampler's, or of its response with level=sequence. truncate
+    bounds weights by cap=2; mask sets them to 0 beyond cap= and floor= (IcePop:
     mask,cap=5,floor=0.5); reject leaves out responses beyond cap= and floor=, by their
     ratio or, with level=geometric, its geometric mean over tokens. None is truncate
     with --max-staleness above 0, and ratio otherwise."""
     surrogate: Surrogate = CLIP
     """Surrogate of the policy gradient. clip is PPO's: clip_range=0.2 clips probability
     ratios to [1 − ε, 1 + ε], clip_range_high= is another ε above 1 (clip-higher: 0.28),
-    and dual_clip= bounds ratios where the advantage is negative. cispo bounds the ratio
-    as a weight of log-probs, by the same two ranges, so that every token keeps its
-    gradient. sapo has a soft gate, of temperature_pos=1 where the advantage is positive
-    and temperature_neg=1.05 elsewhere. ratio_level=token is the ratio of each token,
-    sequence the geometric mean over its response (GSPO), and sequence_token has that
-    value and the gradient of the token's own. dppo leaves out tokens whose probability
-    moved by more than threshold=0.15 (divergence=kl: 0.05 nats), and weights others by
-    their ratio up to cap=20. gmpo is the geometric mean of ratios, their logs clipped
-    at clip_range=0.4. vespo weights a response by W^power·exp(decay·(1 − W)), W its
-    ratio, by power_pos=2, decay_pos=3, power_neg=3 and decay_neg=2. topr weights worse
-    responses by min(W, 1), and others by 1. dar weights the log-likelihood of each by
-    (π_ref/π_old)^share·exp(A/beta), share=0.1, beta=0.05, up to cap=20. centred takes
-    from each score its mean under the sampler, which records its top_k=128 tokens;
-    cap=2 weights tokens by ratios up to it, with floor= by those within both."""
+    and dual_clip= bounds ratios where the advantage is negative. cispo weights
+    log-probs by the ratio, clipped to the same range, so that every token keeps its
+    gradient. sapo has a soft gate, with temperature_pos=1 where the advantage is
+    positive and temperature_neg=1.05 elsewhere. ratio_level=token is the ratio of each
+    token, sequence its geometric mean over the response (GSPO), sequence_token the same
+    value with the token's own gradient. dppo leaves out tokens whose probability moved
+    by more than threshold=0.15 (divergence=kl: 0.05 nats), and weights the others by
+    their ratio up to cap=20. gmpo takes the geometric mean of ratios whose logs are
+    clipped at clip_range=0.4. vespo weights a response with ratio W by
+    W^power·exp(decay·(1 − W)), with power_pos=2, decay_pos=3, power_neg=3 and
+    decay_neg=2. topr weights worse responses by min(W, 1), and others by 1. dar weights
+    the log-likelihood of a response by (π_ref/π_old)^share·exp(A/beta), with share=0.1
+    and beta=0.05, up to cap=20. centred subtracts from each score its mean under the
+    sampler, which records its top_k=128 tokens; cap=2 weights tokens by their ratio up
+    to cap, and with floor= too, weights beyond either bound are 0."""
     off_policy_mask: float | None = None
-    """Nats per token δ, above which a response with a negative advantage is left out of
-    the policy loss: mean log μ/π over its tokens, μ the sampler (DeepSeek-V3.2); None
-    disables it."""
+    """Bound δ of the mean log μ/π over the tokens of a response, nats per token, μ the
+    sampler: responses above it with a negative advantage are left out of the policy
+    loss (DeepSeek-V3.2); None disables it."""
     token_choice: TokenChoice | None = None
-    """Which tokens of a batch the policy loss covers: top_entropy the share=0.2 with
-    the largest entropies; clip_cov all but up to share=0.0002, drawn among those whose
-    covariance of log-prob and advantage is from low=1 to high=5; kl_cov all, and it
-    adds coef=1 times |log π − log π_old| at the share=0.002 with the largest
-    covariances; None all."""
+    """Tokens of a batch that the policy loss covers: top_entropy takes the share=0.2
+    with the largest entropies; clip_cov leaves out up to share=0.0002, drawn among
+    those whose covariance of log-prob and advantage is between low=1 and high=5; kl_cov
+    takes all, and adds coef=1 times |log π − log π_old| at the share=0.002 with the
+    largest covariances; None takes all."""
     gradient_penalty: GradientPenalty | None = None
-    """Gradient regularisation in the KL's place: strength=γ weights half the squared
-    norm of the policy's gradient, by a difference over step=0.001 along it (with
-    --dtype bfloat16, which rounds so small a step away, give step=0.01), both gradients
-    clipped to max_norm=10; None disables it."""
+    """Gradient regularisation in place of a KL: strength=γ weights half the squared
+    norm of the policy's gradient, from a finite difference over step=0.001 along it
+    (--dtype bfloat16 needs step=0.01, as it rounds smaller steps away), with both
+    gradients clipped to max_norm=10; None disables it."""
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus; with entropy_control the first one."""
+    """Weight of the entropy bonus; with entropy_control, the weight at the start."""
     entropy_control: EntropyTarget | None = None
     """Entropy, nats per token, at or below which there is a bonus: its weight grows by
-    increment=0.005 in each iteration, up to largest=1, and shrinks by as much in those
-    with more entropy (Skywork-OR1: 0.2). None keeps entropy_coef."""
+    increment=0.005 in each such iteration, up to largest=1, and shrinks by as much in
+    the others (Skywork-OR1: 0.2). None keeps entropy_coef."""
     routing_replay: RoutingReplay | None = None
-    """Experts that the tokens of a mixture meet in the trainer: sampler replays those
-    that the sampler chose (R3), old those of the policy before the updates (R2), with
+    """Experts to which the trainer routes the tokens of a mixture: sampler replays the
+    sampler's choice (R3), old that of the policy before the updates (R2), with
     reference=true in the reference too. None lets each pass choose."""
     balance_coef: float = 0.0
     """Weight of the balance loss of a mixture's routers."""
     ptx_coef: float = 0.0
     """Weight of a language-model loss on texts mixed in (InstructGPT: 27.8)."""
     aggregation: losses.Aggregation = "token_mean"
-    """Mean of the token losses: token_mean is over all tokens; sequence_mean over each
-    response, then over responses; prompt_mean over the responses to each prompt, then
-    over prompts; constant divides each response's sum by a constant, and alone is
-    unbiased where responses differ in length."""
+    """Aggregation of the token losses: token_mean is the mean over all tokens;
+    sequence_mean over each response, then over responses; prompt_mean over the tokens
+    of all responses to a prompt, then over prompts; constant divides each response's
+    sum by a constant, and alone is unbiased where responses differ in length."""
     loss_scale_factor: float | None = None
-    """With aggregation constant: the divisor of a response's sum, tokens; None is
-    max_new_tokens, and 1 gives gradients the size of the objective's."""
+    """With aggregation constant: divisor of a response's sum, tokens; None is
+    max_new_tokens, and 1 gives gradients of the objective's size."""
     num_epochs: int = 4
     """Number of passes over each batch."""
     num_minibatches: int = 1
     """Number of optimizer steps per pass."""
     micro_batch_size: int | None = None
-    """Responses per forward and backward pass; None is a minibatch."""
+    """Responses per forward and backward pass; None is a whole minibatch."""
     stop_approxkl: float | None = None
     """Approximate KL between sampler and policy, nats per token, above which the
     updates on a batch end; None disables it."""
@@ -300,7 +301,7 @@ class PolicyRecipe:
             )
 
     def minibatch_size(self, rows: int, *, unit: str = "rows") -> int:
-        """Rows of a minibatch of a batch; InputError if they do not divide."""
+        """Returns the rows of a minibatch; InputError if sizes do not divide."""
         size = rows // self.num_minibatches
         micro_size = size if self.micro_batch_size is None else self.micro_batch_size
         for name, count, whole, divisor in (
@@ -321,17 +322,17 @@ class PolicyRecipe:
 
     @property
     def recorded_top_k(self) -> int | None:
-        """Likeliest tokens that the sampler records at each position; None: none."""
+        """Number of likeliest tokens that the sampler records per position, or None."""
         return self.surrogate.top_k if isinstance(self.surrogate, Centred) else None
 
     @property
     def has_ratio(self) -> bool:
-        """Whether the loss has a probability ratio, which a stale sampler biases."""
-        return not isinstance(self.surrogate, Centred)  # which corrects it itself
+        """Whether the loss has a probability ratio that a stale sampler biases."""
+        return not isinstance(self.surrogate, Centred)  # it corrects by itself
 
     @property
     def truncates_reward_only(self) -> bool:
-        """Whether the policy is trained on more than the reward sees."""
+        """Whether the policy is trained on tokens that the reward does not read."""
         return self.fixed_length is not None and self.fixed_length.reward_only
 
     @property
@@ -342,6 +343,6 @@ class PolicyRecipe:
 
     @property
     def weighted(self) -> Weighted | None:
-        """The importance weights of tokens; None where there are none."""
+        """The correction by importance weights; None if there is none."""
         correction = self.sampler_correction
         return correction if isinstance(correction, Weighted) else None

@@ -1,10 +1,10 @@
-"""Which experts the tokens of a mixture meet in the trainer: those of an earlier pass.
+"""Routing replay: the trainer routes tokens to the experts of an earlier pass.
 
-    sampler   R3: what the sampler recorded; old and new log-probs replay it
-    old       R2: what the policy before the updates chose; new log-probs replay it
+    sampler   R3: the experts that the sampler recorded, for old and new log-probs
+    old       R2: the experts of the policy before the updates, for new log-probs
 
-The weights of the replayed experts are those of each pass' own router, and its gradient
-reaches them; which experts are met has none.
+Each pass weights the replayed experts by its own router, with a gradient. The choice of
+experts has none.
 
 Source: R2 is Zheng et al. 2025, arXiv:2507.18071, section 5.3; R3 Ma et al. 2025,
 arXiv:2510.11370, section 4.
@@ -30,7 +30,7 @@ Source = Literal["sampler", "old"]
 
 @dataclasses.dataclass(frozen=True)
 class RoutingReplay:
-    """Whose experts tokens meet."""
+    """The pass whose experts are replayed."""
 
     source: Source = "sampler"
     """Pass whose experts are replayed."""

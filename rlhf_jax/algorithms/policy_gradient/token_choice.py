@@ -1,8 +1,8 @@
-"""Which tokens the policy loss is of: TopEntropy, ClipCov, KLCov.
+"""Choice of the tokens that the policy loss covers: TopEntropy, ClipCov, KLCov.
 
-They are chosen once, among all tokens of a rollout, by the policy that has drawn them.
-So neither minibatches nor micro-batches change the choice; the authors choose anew at
-every step, by the policy as it is then.
+Tokens are chosen once, among all tokens of a rollout, by the policy that drew them. So
+the choice does not depend on minibatches or micro-batches. The authors choose again at
+every step, by the current policy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class TopEntropy:
-    """The share of tokens with the largest entropies alone."""
+    """Trains only on the share of tokens with the largest entropies."""
 
     share: float = 0.2
     """Share of the tokens that are trained on."""
@@ -48,9 +48,9 @@ class ClipCov:
     """Largest share of the tokens that are left out, drawn among those within the
     bounds."""
     low: float = 1.0
-    """Covariances above this may be left out."""
+    """Tokens with a covariance above this may be left out."""
     high: float = 5.0
-    """Covariances above this are not."""
+    """Tokens with a covariance of this or more are not left out."""
 
     def __post_init__(self) -> None:
         _check_share(self.share)
@@ -78,7 +78,7 @@ class KLCov:
     """Tokens with the largest covariances are held to the policy that drew them."""
 
     share: float = 2e-3
-    """Share of the tokens that are."""
+    """Share of the tokens that are held."""
     coef: float = 1.0
     """Weight of |log π − log π_old|, reward units per nat."""
 
@@ -107,15 +107,15 @@ def choose(
     step: Array,
     choice: TokenChoice,
 ) -> tuple[PolicyExperience, masked.Stats]:
-    """The experience with the tokens of a choice.
+    """Chooses tokens of the experience.
 
     Args:
-      rollout: of these rows, with the entropies of whoever drew it.
-      step: i32[], iterations done. With a row's prompt and sample number it is the seed
-        of what Clip-Cov draws.
+      rollout: the rollout of these rows, with the sampler's entropies.
+      step: i32[], iterations done. With a row's prompt and sample number it seeds the
+        draws of Clip-Cov.
 
     Returns:
-      PolicyExperience[B, S], and `policy/chosen`: the share of tokens.
+      PolicyExperience[B, S], and `policy/chosen`: the share of tokens that are chosen.
     """
     keys = decode.row_keys(
         jax.random.fold_in(jax.random.key(0), step),

@@ -1,7 +1,7 @@
-"""Surrogates beside the clip: DPPO, GMPO, VESPO, TOPR, DAR and score centring.
+"""Options of the surrogates DPPO, GMPO, VESPO, TOPR, DAR and score centring.
 
-`recipe.Surrogate` has them beside PPO's clip, CISPO and SAPO. Their formulas
-(`functional.policy_losses`) are loaded where one is chosen.
+`recipe.Surrogate` is one of them, PPO's clip, CISPO or SAPO. Their formulas
+(`functional.policy_losses`) are imported only if one is chosen.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from rlhf_jax.functional.surrogates import Divergence
 
 @dataclasses.dataclass(frozen=True)
 class DPPO:
-    """Tokens that moved too far, by a divergence and not by a ratio, are left out."""
+    """Leaves out tokens that moved too far, by a divergence instead of a ratio."""
 
     divergence: Divergence = "tv"
-    """Divergence of the sampled token against all others: total variation, or KL."""
+    """Divergence over the sampled token and all others: tv (total variation) or kl."""
     threshold: float = 0.15
-    """δ: the largest divergence where the advantage is negative, a probability (tv) or
-    nats (kl: 0.05)."""
+    """δ: largest divergence where the advantage is negative, a probability (tv) or nats
+    (kl: 0.05)."""
     threshold_high: float | None = None
-    """δ where the advantage is positive; None is threshold."""
+    """Largest divergence where the advantage is positive; None is threshold."""
     cap: float = 20.0
-    """Largest ratio, which is the weight of what is not left out."""
+    """Largest weight of a token; the weight is its ratio."""
 
     def __post_init__(self) -> None:
         checks.one_of(divergence=self.divergence, among=get_args(Divergence))
@@ -55,9 +55,10 @@ class GMPO:
     """The geometric mean of a response's ratios, each of which is clipped first."""
 
     clip_range: float = 0.4
-    """ε: log-ratios are at least −ε where the advantage is negative, nats."""
+    """ε, nats: log-ratios are at least −ε where the advantage is negative."""
     clip_range_high: float | None = None
-    """Log-ratios are at most this where it is positive, nats; None is clip_range."""
+    """ε_high, nats: log-ratios are at most ε_high where the advantage is positive; None
+    is clip_range."""
 
     def __post_init__(self) -> None:
         checks.positive(
@@ -79,16 +80,16 @@ class GMPO:
 
 @dataclasses.dataclass(frozen=True)
 class VESPO:
-    """The ratio W of a response as a soft weight, W^power·exp(decay·(1 − W))."""
+    """Weights a response with ratio W softly, by W^power·exp(decay·(1 − W))."""
 
     power_pos: float = 2.0
     """Power of W where the advantage is positive."""
     decay_pos: float = 3.0
     """Decay in W where the advantage is positive."""
     power_neg: float = 3.0
-    """Power of W where it is not."""
+    """Power of W where the advantage is not positive."""
     decay_neg: float = 2.0
-    """Decay in W where it is not."""
+    """Decay in W where the advantage is not positive."""
 
     def __post_init__(self) -> None:
         checks.positive(**vars(self))
@@ -109,7 +110,7 @@ class VESPO:
 
 @dataclasses.dataclass(frozen=True)
 class TOPR:
-    """Weight 1 for better responses, the ratio up to 1 for worse ones."""
+    """Weights worse responses by their ratio up to 1, better ones by 1."""
 
     @property
     def loss(self) -> Loss:
@@ -124,9 +125,9 @@ class DAR:
     """Regression onto a mixture of reference and sampler, tilted by the advantage."""
 
     beta: float = 0.05
-    """β: reward units per nat of the KL to the mixture."""
+    """β: KL coefficient of the mixture, reward units per nat."""
     share: float = 0.1
-    """α: share of the reference in the mixture, 0 to 1."""
+    """α: share of the reference in the mixture, from 0 to 1."""
     cap: float = 20.0
     """Largest weight of a response."""
 
@@ -145,14 +146,14 @@ class DAR:
 
 @dataclasses.dataclass(frozen=True)
 class Centred:
-    """A likelihood without the drift towards the sampler that its score has."""
+    """Score centring: a policy gradient without the drift towards its sampler."""
 
     top_k: int = 128
-    """Tokens whose probability the sampler records at each position."""
+    """Number of tokens whose probabilities the sampler records at each position."""
     cap: float | None = None
-    """Largest ratio; None weights nothing."""
+    """Largest weight, which is the ratio up to cap; None weights all tokens by 1."""
     floor: float | None = None
-    """Smallest ratio: the weight is 0 below it, and above the cap; None has neither."""
+    """Smallest ratio: weights are 0 below it and above cap; None is no bound."""
 
     def __post_init__(self) -> None:
         checks.positive(top_k=self.top_k)

@@ -1,9 +1,9 @@
-"""Experience -> TrainState: the epochs, their minibatches and one step for each.
+"""Experience -> TrainState: epochs over minibatches, with one optimizer step each.
 
 experience ─shuffled─> minibatch ─loss─> gradient ─guards─> optimizer
            └───────── epochs x minibatches, one scan ───────────┘
 
-It is the same for every policy gradient: the recipe brings the loss.
+It is the same for every policy gradient: the recipe has the loss.
 """
 
 from __future__ import annotations
@@ -52,38 +52,35 @@ def update(
     """Epochs over reshuffled minibatches, one optimizer step each, in one program.
 
     Args:
-      state: donated by the caller's `jit`. Without the critic of the algorithm it is
-        one whose critic is updated by a program of its own (`ppo.critic_apart`).
+      state: donated by the caller's `jit`. Where it lacks the algorithm's critic,
+        another program updates the critic (`ppo.critic_apart`).
       key: shuffles; epoch e uses fold_in(key, e).
       ptx: Sequences[M, S'], for `recipe.ptx_coef`.
-      packing: how the models read the rows packed, of the lengths of this experience
-        and of `minibatches(key)`: the host computes these again, one small transfer
-        per iteration. Its parts are the micro-batches. None reads rows padded.
+      packing: packed layout for the lengths of this experience and the order of
+        `minibatches(key)`, which the host recomputes: one small transfer per iteration.
+        Its parts are the micro-batches. None reads padded rows.
 
     Returns:
       The state of the next iteration and stats over all minibatches that were used. A
-      minibatch whose gradient is not finite changes nothing but `state.skipped`; one
-      that `max_ratio_mean` leaves out, or that comes after `stop_approxkl` has ended
-      the updates, changes nothing at all.
+      minibatch whose gradient is not finite changes only `state.skipped`. A minibatch
+      that `max_ratio_mean` leaves out, or that follows the end of the updates by
+      `stop_approxkl`, changes nothing.
       `policy/sampler_mismatch` is mean |log π_trainer - log π_sampler| over the first
-      minibatch, before anything has moved, nats per token, and so is the ledger of
-      trust (`flow.ledger`), where the experience has its entries.
+      minibatch, before any step, nats per token. The ledger of trust (`flow.ledger`)
+      is of that minibatch too, if the experience has entries for it.
 
     Raises:
-      InputError: batch sizes do not divide, the state has a critic where the
-        algorithm has none, or has none where the algorithm's cannot be trained apart,
-        there is one of the base and `recipe.lora`, or of `ptx` and
-        `recipe.ptx_coef`, without the other, or the packing is of another number of
-        steps.
+      InputError: batch sizes do not divide; the state has a critic but the algorithm
+        has none, or lacks a critic that cannot be trained apart; only one is given of
+        the base and `recipe.lora`, or of `ptx` and `recipe.ptx_coef`; or the packing
+        has another number of steps.
     """
     critic, critic_optimizer, policy_waits = recipe.critic, None, None
     if critic is not None:
-        # Traced, not a Python bool: `step` is an array, and warm-up ends without
-        # another compilation.
+        # Traced: warm-up ends without another compilation.
         policy_waits = state.step < critic.warmup
         critic_optimizer = critic.optimizer
-        # A state without the critic's moments: another program trains it on its own
-        # devices.
+        # Without the critic's moments, another program trains it on its own devices.
         if state.critic_opt is None:
             critic_optimizer = None
             recipe.refuse_critic_apart()
@@ -95,8 +92,8 @@ def update(
     rows = experience.tokens.shape[0]
     texts = ptx_parts(ptx, recipe)
 
-    # i32[T, b] for the scan: rows are gathered step by step, and the experience is
-    # never copied whole in a new order.
+    # i32[T, b]: the scan gathers rows step by step, so the experience is never copied
+    # whole in a new order.
     order = minibatches(key, rows=rows, recipe=recipe)
     loss_of = functools.partial(
         recipe.minibatch_loss,
@@ -111,8 +108,7 @@ def update(
         number, chosen, parts = turn
 
         def take(state: TrainState) -> tuple[TrainState, Array, masked.Stats]:
-            # Texts are not shuffled again: minibatch i of every epoch mixes in the same
-            # ones.
+            # Minibatch i of every epoch mixes in the same texts.
             part = number % recipe.num_minibatches
             return _step(
                 state,
@@ -127,8 +123,8 @@ def update(
             )
 
         def leave(state: TrainState) -> tuple[TrainState, Array, masked.Stats]:
-            # Both branches of a `cond` return one structure: zeros in the shapes that
-            # `take` would give, without computing it.
+            # Both branches of a `cond` return the same structure: zeros in the shapes
+            # of `take`, which is not computed.
             _, _, stats = jax.eval_shape(take, state)
             nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stats)
             one = jnp.ones((), jnp.float32)
@@ -139,17 +135,15 @@ def update(
         if recipe.stop_approxkl is None:
             state, _, stats = take(state)
         else:
-            # A branch, not a `where`: minibatches after the stop cost no forward or
-            # backward pass.
+            # A branch, not a `where`: minibatches after the stop are not computed.
             state, stopped, stats = jax.lax.cond(stopped, leave, take, state)
         return (state, stopped), stats
 
     parts = packed_parts(packing, steps=len(order))
     turns = jnp.arange(len(order)), order, parts
-    # One body for all epochs and minibatches compiles once, however many there are.
+    # One body for all epochs and minibatches compiles once.
     (state, _), stats = jax.lax.scan(step, (state, jnp.bool_(False)), turns)
-    # Trainer against sampler is meaningful only before anything has moved: of [T] the
-    # first entry counts, and a sum over all would mix in what the update did.
+    # Trainer and sampler are compared before the first step only: entry 0 of [T].
     mismatch = stats.pop("policy/sampler_mismatch")
     of_ledger = [name for name in stats if name.startswith(ledger.PREFIX)]
     trust = {name: stats.pop(name) for name in of_ledger}
@@ -159,24 +153,24 @@ def update(
         stats["policy/sampler_mismatch"] = jax.tree.map(lambda leaf: leaf[0], mismatch)
     kl_of_response = None
     mask = experience.response_mask
-    # Those that are left out, and episodes that never began, are none.
+    # Rows that are left out, and episodes that never began, have no token.
     responses = jnp.maximum(mask.any(axis=1).sum(dtype=jnp.float32), 1.0)
-    # k1 of the samples as they were drawn, known before the update: a controller does
-    # not react to the epochs of this very update.
+    # k1 of the samples before the update: a controller does not react to the epochs of
+    # this update.
     if experience.ref_logprobs is not None:
         per_token = k1(experience.old_logprobs, experience.ref_logprobs)
         kl_of_response = masked.masked_sum(per_token, mask=mask) / responses
     kl = state.kl.update(
         kl=kl_of_response,
         mean_length=mask.sum(dtype=jnp.float32) / responses,
-        # Iterations in between had no KL, but their episodes bring the horizon nearer.
+        # Iterations without a KL since the last one count towards the horizon too.
         num_episodes=rows * recipe.lifecycle.kl_every,
     )
     return dataclasses.replace(state, kl=kl, step=state.step + 1), stats
 
 
 def shuffle_key(key: Array) -> Array:
-    """The key of `update` in the iteration of `key`: the second of the two split."""
+    """The key of `update` in an iteration: the second of the two split from `key`."""
     return jax.random.split(key)[1]
 
 
@@ -191,8 +185,7 @@ def minibatches(key: Array, *, rows: int, recipe: PolicyGradient) -> Array:
     def shuffled(epoch: Array) -> Array:
         return jax.random.permutation(jax.random.fold_in(key, epoch), rows)
 
-    # Every epoch is a permutation, so that each row is visited once; the reshape cuts
-    # it into minibatches.
+    # Every epoch is a permutation that visits each row once, cut into minibatches.
     epochs = jnp.arange(recipe.num_epochs)
     return jax.vmap(shuffled)(epochs).reshape(-1, size)
 
@@ -209,7 +202,7 @@ def _step(
     policy_waits: Array | None,
     parts: PackedParts | None,
 ) -> tuple[TrainState, Array, masked.Stats]:
-    """One optimizer step, or none; True where the updates of this batch are to end."""
+    """One optimizer step, or none; bool[] is True to end the updates of this batch."""
     minibatch, loss = loss_of(minibatch)
 
     def gradients(policy: Params) -> tuple[tuple[Params, Params], masked.Stats]:
@@ -235,11 +228,10 @@ def _step(
     norms = {"policy/grad_norm": optax.tree.norm(policy_grads)}
     if critic_optimizer is not None:
         norms["critic/grad_norm"] = optax.tree.norm(critic_grads)
-    # A norm is finite only if every entry is, and its square: one scalar stands for the
-    # whole tree. Either model's NaN skips both, which keeps them in step.
+    # A norm is finite only if every entry and its square are: one scalar checks the
+    # whole tree. NaN in either model skips both, which keeps them in step.
     finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, norms.values()))
-    # From this minibatch's own forward pass: a step beyond the guard is not taken at
-    # all.
+    # From this minibatch's own forward pass: a step beyond a guard is not taken.
     accepted, stopped, guard_stats = _guards(stats, recipe)
     stats |= {name: (norm, jnp.ones_like(norm)) for name, norm in norms.items()}
     moves = finite & accepted
@@ -248,8 +240,8 @@ def _step(
         state.policy_opt,
         policy_grads,
         optimizer=recipe.policy_optimizer,
-        # In warm-up the policy's gradient is computed and thrown away, so that one
-        # program serves before and after.
+        # Warm-up computes the policy's gradient and discards it, so that one program
+        # serves before and after.
         finite=moves if policy_waits is None else moves & ~policy_waits,
     )
     critic, critic_opt = state.critic, state.critic_opt
@@ -261,8 +253,7 @@ def _step(
             optimizer=critic_optimizer,
             finite=moves,
         )
-    # Only by `finite`: what a guard leaves out is a choice, and no run should stop for
-    # it.
+    # Only by `finite`: minibatches that a guard leaves out are no failure.
     skipped, stats = count_skips(state.skipped, stats, finite=finite)
     state = dataclasses.replace(
         state,
@@ -278,11 +269,11 @@ def _step(
 def _guards(
     stats: masked.Stats, recipe: PolicyGradient
 ) -> tuple[Array, Array, masked.Stats]:
-    """(apply this minibatch, end the updates of this batch, what to log of it)."""
+    """(apply this minibatch, end the updates of this batch, stats)."""
     accepted, stopped = jnp.bool_(True), jnp.bool_(False)
     logged: masked.Stats = {}
     one = jnp.ones((), jnp.float32)
-    # Sums over all micro-batches: a guard sees the whole minibatch, however it is cut.
+    # Sums over all micro-batches: guards act on the whole minibatch, however it is cut.
     means = masked.mean_stats(stats)
     if recipe.max_ratio_mean is not None:
         accepted &= means["policy/ratio_mean"] <= recipe.max_ratio_mean
@@ -295,7 +286,7 @@ def _guards(
 
 
 def ptx_parts(ptx: Sequences | None, recipe: PolicyGradient) -> Sequences | None:
-    """The texts of each minibatch.
+    """Divides the texts over the minibatches of an epoch.
 
     Args:
       ptx: Sequences[M, S'].
@@ -304,8 +295,7 @@ def ptx_parts(ptx: Sequences | None, recipe: PolicyGradient) -> Sequences | None
       Sequences[num_minibatches, M / num_minibatches, S'].
 
     Raises:
-      InputError: there is one of texts and `ptx_coef` without the other, or M does
-        not divide.
+      InputError: only one of texts and `ptx_coef` is given, or M does not divide.
     """
     if (ptx is None) != (recipe.ptx_coef == 0):
         texts = "none" if ptx is None else "some"
@@ -335,7 +325,7 @@ def ptx_gradient(
     """
     from rlhf_jax.algorithms import sft  # few runs mix texts in
 
-    # Of all texts of the minibatch, so that micro-batches add up to its mean.
+    # Over all texts of the minibatch, so that micro-batches add up to its mean.
     num_tokens = sft.predicted(texts).sum(dtype=jnp.float32)
 
     def ptx_loss(trained: Params, part: Sequences) -> tuple[Array, masked.Stats]:
@@ -347,7 +337,7 @@ def ptx_gradient(
         )
         return recipe.ptx_coef * loss, {"loss/ptx": stats["loss/language_model"]}
 
-    # Texts may be fewer than responses: then one micro-batch holds them all.
+    # There may be fewer texts than responses: one micro-batch then has them all.
     size = recipe.micro_batch_size
     if size is not None and size >= texts.tokens.shape[0]:
         size = None

@@ -1,18 +1,18 @@
-"""PPO whose critic has programs of its own, which run beside the policy's.
+"""PPO with the critic in separate programs, which run beside the policy's.
 
     sample ─┬─> reward, reference ─┬─> ppo.make_experience ─┬─> ppo.update
             └─> values ────────────┘                        └─> update ─ ─> values
     above: the policy's devices; below: the critic's
 
-The policy's state is one without a critic (`state.grpo_state`), which `ppo.update` then
-leaves alone; the critic's is that of `state.supervised_state`, with
+The policy's state has no critic (`state.grpo_state`), so `ppo.update` trains the policy
+alone. The critic's state comes from `state.supervised_state` with
 `PPO.critic_optimizer`.
 
-The two share no parameter and no gradient, so that this is `ppo.iteration` with the
-work ordered in another way: same minibatches, same numbers. The critic's update may
-even last into the next rollout, which does not read it. Guards that leave out a step of
-both models are refused (`PPO.refuse_critic_apart`); a gradient that is not finite
-skips the step of its own model alone.
+The two models share no parameter and no gradient, so this is `ppo.iteration` in another
+order: same minibatches, same results. The critic's update may last into the next
+rollout, which does not read it. Guards that leave out a step of both models are refused
+(`PPO.refuse_critic_apart`); a gradient that is not finite skips the step of its own
+model only.
 """
 
 from __future__ import annotations
@@ -71,22 +71,22 @@ def update(
     frozen: FrozenModels = NO_MODELS,
     packing: RolloutPacking | None = None,
 ) -> tuple[SupervisedState, masked.Stats]:
-    """The critic's share of `ppo.update`, c_v·value_loss over the same minibatches.
+    """The critic's part of `ppo.update`: c_v·value_loss over the same minibatches.
 
     Args:
       critic: donated by the caller's `jit`.
-      key: that of `ppo.update`, `ppo.shuffle_key`.
+      key: the key of `ppo.update`, from `ppo.shuffle_key`.
 
     Returns:
       The next state, whose `step` counts minibatches, and stats of the value loss with
       `critic/grad_norm`, `critic/skipped` and `critic/skipped_in_a_row`.
 
     Raises:
-      InputError: batch sizes do not divide, critic and policy share a
-        trunk, or stop_approxkl or max_ratio_mean ends the updates of both.
+      InputError: batch sizes do not divide, critic and policy share a trunk, or
+        stop_approxkl or max_ratio_mean is set.
     """
     recipe.refuse_critic_apart()
-    # The policy's program draws the same order from the same key: no index is sent.
+    # The policy's program draws the same order from the same key.
     order = minibatches(key, rows=experience.tokens.shape[0], recipe=recipe)
 
     def step(
@@ -128,5 +128,5 @@ def update(
     parts = packed_parts(packing, steps=len(order))
     critic, stats = jax.lax.scan(step, critic, (order, parts))
     stats = masked.total_stats(stats)
-    # Its counters are the critic's: `update/` is of the policy's program.
+    # The policy's program has counters of the same names.
     return critic, {name.replace("update/", "critic/"): x for name, x in stats.items()}

@@ -1,6 +1,6 @@
-"""The experience of PPO, and what its update minimises.
+"""The experience and the loss of PPO.
 
-    Scored ─gae_experience─> Experience, of whose rows the update takes minibatches
+    Scored ─gae_experience─> Experience, whose rows the update divides into minibatches
     minibatch ─whitened─> ppo_loss = policy_terms + critic_loss
 
 A critic that is trained apart (`critic_apart`) minimises `critic_loss` alone.
@@ -24,7 +24,7 @@ from rlhf_jax.models.packing import Packing
 from rlhf_jax.roles.critic import values, values_of_hidden
 from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels, adapted_params
 
-if TYPE_CHECKING:  # whose recipes hand this loss on
+if TYPE_CHECKING:  # which imports this module
     from rlhf_jax.algorithms.ppo.recipe import PPO
 
 Array = jax.Array
@@ -44,13 +44,16 @@ def gae_experience(
     whiten_ddof: int = 0,
     value_after_stop: bool = False,
 ) -> Experience:
-    """Score and KL become token rewards; with the values, GAE makes them advantages.
+    """Computes token rewards from score and KL, and advantages by GAE.
 
     The options are those of `Recipe`: "rollout" whitens here, over all response tokens,
-    and "minibatch" leaves it to the update. Rewards keep their mean.
+    and "minibatch" leaves it to the update. Whitened rewards keep their mean.
 
     Returns:
-      Experience[B, S]; `token_rewards` are those before whitening.
+      Experience[B, S]; `token_rewards` are not whitened.
+
+    Raises:
+      InputError: the rollout has no values.
     """
     if scored.values is None:
         raise InputError(
@@ -76,8 +79,7 @@ def gae_experience(
         ref_logprobs=scored.ref_logprobs,
         old_values=scored.values,
         token_rewards=rewards,
-        # Filled by `estimate`, which a minibatch may call again after whitening its
-        # rewards.
+        # Computed by `estimate`, which a minibatch that whitens rewards calls again.
         advantages=jnp.zeros_like(rewards),
         returns=jnp.zeros_like(rewards),
     )
@@ -100,7 +102,7 @@ def estimate(
     whiten_advantages: bool,
     whiten_ddof: int,
 ) -> Experience:
-    """Advantages and returns from the token rewards and old values of these rows.
+    """Computes advantages and returns from token rewards and old values.
 
     Args:
       experience: Experience[b, S], the whole rollout or a whole minibatch; its
@@ -112,7 +114,8 @@ def estimate(
     """
     rewards = experience.token_rewards
     if whiten_rewards:
-        # Without the shift, which would pay or charge every token and so reward length.
+        # Without the shift, which would add a constant to every token's reward, and so
+        # reward or penalise length.
         rewards = masked.masked_whiten(
             rewards, mask=experience.value_mask, shift_mean=False, ddof=whiten_ddof
         )
@@ -124,7 +127,7 @@ def estimate(
         lam=lam,
     )
     mask = experience.response_mask
-    # In N+ the finished response is a state with a value, but no token is drawn there.
+    # In N+ the state after a finished response has a value, but draws no token.
     advantages = jnp.where(mask, advantages, 0.0)
     if whiten_advantages:
         # After GAE and returns, so that the critic's targets keep their unit.
@@ -133,11 +136,8 @@ def estimate(
 
 
 def whitened(minibatch: Experience, *, recipe: PPO) -> Experience:
-    """A whole minibatch with its rewards (and so GAE again) or its advantages whitened.
-
-    Nothing changes where the recipe whitens over the rollout, or not at all.
-    """
-    # Other rewards have other advantages: GAE runs again over the minibatch.
+    """Whitens rewards or advantages of a minibatch, if the recipe does so there."""
+    # Whitened rewards have other advantages: GAE runs again over the minibatch.
     if recipe.whiten_rewards == "minibatch":
         return estimate(
             minibatch,
@@ -171,17 +171,16 @@ def ppo_loss(
 ) -> tuple[Array, masked.Stats]:
     """L = policy_loss + c_v·value_loss + β·kl_loss - c_H·entropy of a (micro-)batch.
 
-    β·kl_loss is there with a penalty in the loss (`recipe.penalty`), the entropy with
-    `recipe.entropy_coef`.
+    `policy_terms` has the options of the terms without the critic.
 
     Args:
-      policy, critic: parameters, or adapters; the gradient reaches both, and nothing
-        else. With `recipe.shared_trunk` the critic is a head alone; None is
-        a critic that is trained apart, and no value loss.
-      num_tokens, num_values, num_responses: f32[], response tokens, valued states and
-        responses that hold a token, all of the whole minibatch.
-      num_valued: f32[], responses that hold a valued state, those that a correction
-        rejects among them; None is num_responses.
+      policy, critic: parameters, or adapters; the gradient reaches only these. With
+        `recipe.shared_trunk` the critic is a head; None has no value loss, for a critic
+        that is trained apart.
+      num_tokens, num_values, num_responses: f32[], response tokens, states with a value
+        and responses with a token, of the whole minibatch.
+      num_valued: f32[], responses with a valued state, including responses that a
+        correction rejects; None is num_responses.
 
     Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
     """
@@ -199,10 +198,10 @@ def ppo_loss(
         return loss, stats
     counts = {
         "num_values": num_values,
-        # A rejected response counts for the critic and not for the policy.
+        # A rejected response counts for the critic only.
         "num_valued": num_responses if num_valued is None else num_valued,
     }
-    # The policy's own hidden states, undetached: both losses move the trunk, as in OAI.
+    # No stop_gradient on the hidden states: both losses move the trunk, as in OAI.
     if recipe.shared_trunk:
         predicted = values_of_hidden(critic["score"], hidden, mask=texts.mask)
         added = _value_loss(
@@ -230,11 +229,11 @@ def critic_loss(
     frozen: FrozenModels = NO_MODELS,
     packing: Packing | None = None,
 ) -> tuple[Array, masked.Stats]:
-    """c_v·value_loss of a (micro-)batch, by a critic with a trunk of its own.
+    """c_v·value_loss of a (micro-)batch, for a critic with its own trunk.
 
     Args:
-      num_values, num_valued: f32[], valued states and responses that hold one, of the
-        whole minibatch.
+      num_values, num_valued: f32[], states with a value and responses with such a
+        state, of the whole minibatch.
     """
     predicted = values(
         adapted_params(critic, base=frozen.base, lora=recipe.lora),
@@ -269,8 +268,7 @@ def _value_loss(
         clip_range=recipe.value_clip_range,
         aggregation=recipe.aggregation,
         loss_scale_factor=recipe.loss_scale,
-        # States with a value are the critic's tokens: in N+ there is one more per
-        # response.
+        # States with a value are the critic's tokens: in N+ one more per response.
         num_tokens=num_values,
         num_responses=num_valued,
     )

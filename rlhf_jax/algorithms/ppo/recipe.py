@@ -1,7 +1,6 @@
-"""The options of PPO, and what it brings to the policy gradient.
+"""PPO: its options, GAE, the value loss and the critic.
 
-`Recipe` is an option group of a command line. `PPO` adds shapes and optimizers, and
-brings GAE and the value loss (`loss`) and the critic.
+`Recipe` is an option group of a command line. `PPO` adds shapes and optimizers.
 """
 
 from __future__ import annotations
@@ -37,21 +36,21 @@ class Recipe(PolicyRecipe):
     gamma: float = 1.0
     """Discount γ per token."""
     lam: float = 0.95
-    """λ of GAE: 1 trusts the returns, 0 the critic."""
+    """λ of GAE, from 0, which trusts the critic, to 1, which trusts the returns."""
     whiten_rewards: Whiten = None
-    """Rows over which token rewards are scaled to variance 1, their mean kept
+    """Rows over which token rewards are scaled to variance 1, with their mean kept
     (openai-2019: minibatch); None disables it."""
     whiten_advantages: Whiten = "rollout"
     """Rows over which advantages are whitened to mean 0 and variance 1; None disables
     it."""
     whiten_ddof: Literal[0, 1] = 0
-    """Degrees of freedom taken off in that variance: 0 is the biased estimate
-    (openai-2019, n-plus), 1 the unbiased one (TRL)."""
+    """Degrees of freedom subtracted in the variance of whitening: 0 is the biased
+    estimate (openai-2019, n-plus), 1 the unbiased one (TRL)."""
     value_after_stop: bool = False
     """Whether the state after the last token has a value and receives the score
     (n-plus)."""
     value_clip_range: float | None = 0.2
-    """Clip range of the values around the old ones, reward units; None disables it."""
+    """Clip range of values around the old values, reward units; None disables it."""
     vf_coef: float = 0.1
     """Weight of the value loss."""
     critic_warmup: int = 0
@@ -96,8 +95,8 @@ class Recipe(PolicyRecipe):
 class PPO(Recipe, PolicyGradient):
     """A recipe with its shapes and optimizers; hashable, so static under `jax.jit`.
 
-    `PPO(**vars(recipe), model=...)` makes one of a `Recipe`. With `lora` the critic is
-    adapters, and a score, over the policy's base.
+    `PPO(**vars(recipe), model=...)` makes one from a `Recipe`. With `lora` the critic
+    is adapters and a score head over the policy's base.
     """
 
     critic_model: ModelConfig
@@ -121,10 +120,7 @@ class PPO(Recipe, PolicyGradient):
     def experience(
         self, scored: Scored, *, kl_coef: Array
     ) -> tuple[Experience, masked.Stats]:
-        """Score and KL as token rewards, GAE over them, and how good the values were.
-
-        The values of `scored` are read; the stats are `value/explained_variance`.
-        """
+        """`gae_experience`, and `value/explained_variance` of the critic's values."""
         experience = gae_experience(
             scored,
             kl_coef=kl_coef,
@@ -138,7 +134,7 @@ class PPO(Recipe, PolicyGradient):
         stats = losses.explained_variance(
             values=experience.old_values,
             returns=experience.returns,
-            # Over response tokens: N+'s state after the end is not counted.
+            # Over response tokens, without N+'s state after the end.
             mask=experience.response_mask,
         )
         return experience, stats
@@ -150,7 +146,7 @@ class PPO(Recipe, PolicyGradient):
         kl_coef: Array,
         frozen: FrozenModels = NO_MODELS,
     ) -> tuple[Experience, LossFunction]:
-        """`ppo_loss` of the parts of a minibatch, after it is whitened as a whole."""
+        """`ppo_loss` of the parts of a minibatch, which is whitened as a whole."""
         # Before the minibatch is cut: moments of a micro-batch would make the gradient
         # depend on micro_batch_size.
         minibatch = whitened(minibatch, recipe=self)
@@ -199,7 +195,7 @@ OPENAI_2019 = Recipe(
     num_epochs=4,
     shared_trunk=True,
 )
-"""Ziegler et al. 2019, arXiv:1909.08593, as openai/lm-human-preferences runs it; with
+"""Ziegler et al. 2019, arXiv:1909.08593, as in openai/lm-human-preferences; with
 `kl.control.Adaptive(target=6.0, unit="response").controller(0.15)` and TF's Adam."""
 
 N_PLUS = Recipe(
@@ -216,5 +212,5 @@ N_PLUS = Recipe(
     num_epochs=4,
 )
 """Huang et al. 2024, arXiv:2403.17031 (summarize from feedback); with
-`kl.control.fixed(0.05)`, Adam of eps 1e-5, and a critic that starts as the reward
+`kl.control.fixed(0.05)`, Adam with eps 1e-5, and a critic that starts as the reward
 model."""

@@ -1,4 +1,4 @@
-"""REINFORCE++: no critic and no groups, each token has its own reward to go."""
+"""REINFORCE++: rewards to go per token, without a critic or groups."""
 
 from rlhf_jax.algorithms.policy_gradient.iteration import (
     iteration,

@@ -16,17 +16,17 @@ def reward_to_go_experience(
 ) -> PolicyExperience:
     """A_t = Σ_{s >= t} r_s, with r the token rewards: the score and -β·KL.
 
-    Of an episode of several turns, the rewards of turns that end before t are not in
-    A_t. β acts here, in the token rewards; in the loss it acts in `policy_terms`.
+    In an episode of several turns, A_t excludes the rewards of turns that end before t.
+    β acts in the token rewards here; in the loss it acts in `policy_terms`.
 
     Args:
-      scored: Scored[B, S]; `kl` is None where nothing is in the reward.
+      scored: Scored[B, S]; `kl` is None where the reward has no KL.
       kl_coef: β, f32[] or float, reward units per nat.
       whiten_advantages: to mean 0 and variance 1 over all response tokens.
 
     Returns:
-      PolicyExperience[B, S]; advantages in reward units, or in standard deviations
-      where whitened, 0 outside the response.
+      PolicyExperience[B, S]; advantages in reward units, or in standard deviations if
+      whitened, 0 outside the response.
 
     Source: Hu 2025, arXiv:2501.03262 (REINFORCE++).
     """
@@ -38,9 +38,9 @@ def reward_to_go_experience(
         kl_coef=kl_coef,
         turn_rewards=scored.turn_rewards,
     )
-    # A cumulative sum from the right: a token is credited with what follows it.
+    # A cumulative sum from the right.
     advantages = jnp.cumsum(rewards[:, ::-1], axis=1)[:, ::-1]
-    # The sum reaches the prompt's columns, too.
+    # The sum is not 0 in the prompt's columns.
     advantages = jnp.where(mask, advantages, 0.0)
     if whiten_advantages:
         advantages = masked.masked_whiten(advantages, mask=mask)

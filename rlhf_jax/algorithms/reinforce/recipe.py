@@ -1,6 +1,6 @@
-"""The options of REINFORCE++, and what it brings: an experience.
+"""REINFORCE++: its options and its experience.
 
-The loss is that of the policy alone, and the KL is in the reward.
+The loss is the policy's alone, and the KL is in the reward by default.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ReinforceRecipe(PolicyRecipe):
 class REINFORCE(ReinforceRecipe, PolicyGradient):
     """A recipe with its shapes and optimizer; hashable, so static under `jax.jit`.
 
-    `REINFORCE(**vars(recipe), model=...)` makes one of a `ReinforceRecipe`.
+    `REINFORCE(**vars(recipe), model=...)` makes one from a `ReinforceRecipe`.
     """
 
     def experience(
@@ -47,5 +47,5 @@ class REINFORCE(ReinforceRecipe, PolicyGradient):
 
 
 PUBLISHED = ReinforceRecipe()
-"""Hu 2025, arXiv:2501.03262: the KL in the reward, rewards to go whitened over the
+"""Hu 2025, arXiv:2501.03262: KL in the reward, rewards to go whitened over the
 rollout."""

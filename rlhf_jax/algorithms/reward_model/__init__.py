@@ -1,4 +1,4 @@
-"""A reward model from pairs of responses."""
+"""Training of a reward model on pairs of responses."""
 
 from rlhf_jax.algorithms.reward_model.update import loss, update
 

@@ -23,7 +23,7 @@ Params = Any
 def loss(
     params: Params, batch: Preferences, *, model: ModelConfig, num_pairs: Array
 ) -> tuple[Array, masked.Stats]:
-    """Bradley-Terry loss of the pairs, both responses in one forward pass.
+    """Bradley-Terry loss of the pairs, from one forward pass over both responses.
 
     Args:
       batch: Preferences[b, S], both sides padded to one width.
@@ -32,7 +32,7 @@ def loss(
     Source: Stiennon et al. 2020, arXiv:2009.01325, section 3.4.
     """
     checks.same_shape(chosen=batch.chosen.tokens, rejected=batch.rejected.tokens)
-    # [2b, S]: one forward pass, whose products are twice as large, in place of two.
+    # [2b, S]: one forward pass with larger matrix products, instead of two.
     both = jax.tree.map(
         lambda chosen, rejected: jnp.concatenate([chosen, rejected]),
         batch.chosen,

@@ -41,11 +41,10 @@ def loss(
 
 
 def predicted(batch: Sequences) -> Array:
-    """bool[B, S]: response tokens but a text's first, which nothing predicts."""
+    """bool[B, S]: response tokens except a text's first, which nothing predicts."""
     text = batch.mask if batch.segments is None else batch.segments
     before = jnp.pad(text[:, :-1], ((0, 0), (1, 0)))
-    # A packed text's first token follows another text's last, which does not predict
-    # it.
+    # The first token of a packed text follows another text, which does not predict it.
     return batch.response_mask & (text == before)
 
 
@@ -60,7 +59,7 @@ def update(
     lora: LoRA | None = None,
 ) -> tuple[SupervisedState, masked.Stats]:
     """One optimizer step (`state.supervised_update`)."""
-    # Of the whole batch: micro-batches of unequal token counts then add up to one mean.
+    # Over the whole batch: micro-batches with unequal token counts add up to one mean.
     num_tokens = predicted(batch).sum(dtype=jnp.float32)
     return supervised_update(
         state,

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints in and out: config.json and safetensors, without torch.
+"""Reads and writes Hugging Face checkpoints: config.json and safetensors, no torch.
 
     model, params = hf.load("gpt2", dtype="float32")
     hf.save("out", model, params, tokenizer=tokenizer)

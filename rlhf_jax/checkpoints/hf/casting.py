@@ -1,4 +1,4 @@
-"""The dtype that a checkpoint is written in: weights are rounded once, or refused."""
+"""Casts weights to the dtype of a checkpoint; refuses those that it cannot hold."""
 
 from __future__ import annotations
 
@@ -21,21 +21,18 @@ SAVE_DTYPES: tuple[SaveDtype, ...] = ("float32", "bfloat16", "float16")
 
 
 def of_most(sizes: Mapping[str, int]) -> SaveDtype:
-    """The dtype of a checkpoint of several: that of most of its entries.
-
-    Equal numbers go to the one that stands first in `SAVE_DTYPES`.
+    """Returns the dtype of most entries; a tie goes to the first of `SAVE_DTYPES`.
 
     Args:
-      sizes: {dtype: entries stored in it}; other dtypes than `SAVE_DTYPES` are left
-        out.
+      sizes: {dtype: number of entries}; dtypes not in `SAVE_DTYPES` are ignored.
     """
     return max(SAVE_DTYPES, key=lambda name: sizes.get(name, 0))
 
 
 def check(leaves: Leaves, *, dtype: SaveDtype | None) -> None:
-    """Refuses weights that a dtype cannot hold, before one of them is written.
+    """Refuses weights that a dtype cannot hold, before any weight is written.
 
-    Of several processes all must call it.
+    All processes must call it.
 
     Args:
       leaves: arrays by path; sharded ones are not gathered.
@@ -74,33 +71,32 @@ def cast_all(
     dtype: SaveDtype | None,
     but: Collection[str] = (),
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Tensors in the dtype in which they are written; None keeps their own."""
+    """Casts tensors, except those named in `but`; dtype None keeps their own."""
     for name, tensor in tensors:
         yield name, tensor if dtype is None or name in but else cast(tensor, dtype)
 
 
 def cast(array: np.ndarray, dtype: SaveDtype) -> np.ndarray:
-    """Rounded to the nearest, ties to even; subnormal numbers are kept."""
-    with np.errstate(over="ignore"):  # `check` has looked
+    """Rounds to nearest, ties to even; subnormal numbers are kept."""
+    with np.errstate(over="ignore"):  # `check` has found none
         return np.asarray(array).astype(jnp.dtype(dtype), copy=False)
 
 
 def check_dtype(params: Any, *, dtype: SaveDtype) -> None:
-    """`check` of nested dicts."""
+    """Runs `check` on nested dicts."""
     check(traverse_util.flatten_dict(params, sep="/"), dtype=dtype)
 
 
 def rounded_reward(params: Any, *, dtype: SaveDtype) -> Any:
-    """A reward model as `save_reward` keeps it in that dtype, in float32 again.
+    """Rounds the trunk of a reward model as `save_reward` does; the result is float32.
 
-    Its score is not rounded: one that is normalised on what this returns is normalised
-    as the saved model is.
+    The score is not rounded, so that it can be normalised on the rounded trunk.
     """
     return params | {"trunk": rounded(params["trunk"], dtype=dtype)}
 
 
 def rounded(params: Any, *, dtype: SaveDtype) -> Any:
-    """Parameters in float32 as a checkpoint of that dtype gives them back."""
+    """Rounds parameters to a checkpoint's dtype; the result is float32."""
     if dtype == "float32":
         return params
     return jax.tree.map(
@@ -109,7 +105,7 @@ def rounded(params: Any, *, dtype: SaveDtype) -> Any:
 
 
 def _narrows(stored: Any, dtype: SaveDtype) -> bool:
-    """Whether a number of `stored` may be too large for `dtype`."""
+    """Whether `dtype` cannot hold the largest number of `stored`."""
     return float(jnp.finfo(stored).max) > float(jnp.finfo(dtype).max)
 
 

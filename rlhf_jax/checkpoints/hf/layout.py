@@ -1,4 +1,4 @@
-"""What a checkpoint holds: a family, an architecture, and leaves of known shapes."""
+"""The family, architecture and parameter shapes of a checkpoint."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _MODULES = {
 
 
 class _Families(Mapping[str, keys.Family]):
-    """{model_type: family}; a family is imported where it is first asked for.
+    """{model_type: family}; a family is imported when it is first used.
 
-    Those of other packages are entry points of `rlhf_jax.families`.
+    Families of other packages are entry points of `rlhf_jax.families`.
     """
 
     def __getitem__(self, name: str) -> keys.Family:
@@ -57,8 +57,8 @@ class _Families(Mapping[str, keys.Family]):
 
 
 FAMILIES = _Families()
-# Options of a config.json that a family names in `reads` or that it does not implement,
-# and what they stand for.
+# Options of config.json, with the feature, that are refused unless a family `reads`
+# them.
 UNSUPPORTED = {
     "quantization_config": "quantised weights",
     "vision_config": "a vision tower",
@@ -71,12 +71,12 @@ CONFIG = "config.json"
 
 
 def family_of(config: Mapping[str, Any]) -> keys.Family:
-    """The family of a checkpoint.
+    """Returns the family of a checkpoint.
 
     Code that comes with a checkpoint (`auto_map`) is never run.
 
     Raises:
-      InputError: no family has its `model_type`, or it sets an option of `UNSUPPORTED`.
+      InputError: no family has this `model_type`, or an option of `UNSUPPORTED` is set.
     """
     fields.check(config)
     name = config.get("model_type")
@@ -100,8 +100,8 @@ def family_of(config: Mapping[str, Any]) -> keys.Family:
 
 
 def _nearest(name: str | None) -> str:
-    """The family whose name is the most like this one, for a message; "" is none."""
-    # Of gemma3, which has a vision tower, that is gemma3_text.
+    """Suggests the family with the most similar name, for a message; "" if none."""
+    # For gemma3, which has a vision tower, this is gemma3_text.
     texts = [family for family in FAMILIES if family == f"{name}_text"]
     close = texts or difflib.get_close_matches(name or "", FAMILIES, n=1)
     return f" (the nearest is {close[0]})" if close else ""
@@ -113,10 +113,10 @@ def expect_architecture(
     """Checks which head the checkpoint has.
 
     Args:
-      elsewhere: {another architecture: what to do with a checkpoint of it}.
+      elsewhere: {another architecture: what to do with its checkpoints}.
 
     Raises:
-      InputError: it is of another architecture.
+      InputError: the checkpoint has another architecture.
     """
     got = next(iter(config.get("architectures") or [architecture]))
     if got != architecture:
@@ -127,18 +127,18 @@ def expect_architecture(
 
 
 def shapes_of(model: ModelConfig) -> Leaves:
-    """Shape and dtype of every leaf of a decoder, by path."""
+    """Returns the shape and dtype of every leaf of a decoder, by path."""
     return flatten(decoder.shapes(model))
 
 
 def scalar_shapes_of(model: ModelConfig) -> Leaves:
-    """Shape and dtype of every leaf of a reward model, by path."""
+    """Returns the shape and dtype of every leaf of a reward model, by path."""
     trunk = {key: leaf for key, leaf in decoder.shapes(model).items() if key != "head"}
     score = jax.eval_shape(lambda: decoder.zero_score(model=model))
     return flatten({"trunk": trunk, "score": score})
 
 
 def flatten(tree: Params) -> Leaves:
-    """{"layers/mlp/up/kernel": leaf} of nested dicts."""
+    """Flattens nested dicts to {"layers/mlp/up/kernel": leaf}."""
     leaves: Any = traverse_util.flatten_dict(tree, sep="/")
     return leaves

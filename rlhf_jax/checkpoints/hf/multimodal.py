@@ -1,10 +1,10 @@
-"""The language model in a multimodal checkpoint: its options, the names of its tensors.
+"""Finds the language model in a multimodal checkpoint: its options and its tensors.
 
     config.json    {"model_type": "qwen3_5", "text_config": {...}, "vision_config": ...}
     tensors        model.language_model.layers.0...    read as model.layers.0...
                    model.visual..., mtp...             left out, and counted
 
-What is saved is a checkpoint of the language model alone.
+Saved checkpoints contain the language model only.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import Any
 
 from rlhf_jax.checkpoints.hf import layout
 
-# Those of transformers 5, then of files from before it.
+# Prefixes of transformers 5, then of older files.
 PREFIXES = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-# "mtp" predicts several tokens at once.
+# "mtp" is multi-token prediction.
 TOWERS = ("visual", "vision_tower", "audio_tower", "multi_modal_projector")
 LEFT_OUT = ("mtp", "embed_vision", "embed_audio", *TOWERS)
-# Options beside the language model's that go before its own.
+# Options of the whole model that take precedence over the language model's.
 OUTSIDE = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
 OUTSIDE += ("tie_word_embeddings",)
 
 
 def text_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that a checkpoint of the language model alone would have.
+    """Returns the options of a checkpoint with the language model only.
 
     Args:
-      config: of a config.json; any but a multimodal model's is returned as it is.
+      config: content of a config.json; returned unchanged if it is not multimodal.
     """
     name, inner = f"{config.get('model_type')}_text", config.get("text_config")
     if not isinstance(inner, dict) or name not in layout.FAMILIES:
@@ -47,14 +47,14 @@ def text_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Names:
-    """Names tensors as the language model alone would, and counts all others."""
+    """Maps names of tensors to the language model's, and counts all other tensors."""
 
     def __init__(self) -> None:
-        """Of one checkpoint."""
+        """Starts the counts of one checkpoint."""
         self._left_out: collections.Counter[str] = collections.Counter()
 
     def __call__(self, name: str) -> str | None:
-        """The name; None is of no language model."""
+        """Returns the name in a language model; None for other tensors."""
         for theirs, ours in PREFIXES.items():
             if name.startswith(theirs):
                 return ours + name.removeprefix(theirs)
@@ -66,6 +66,6 @@ class Names:
 
     @property
     def left_out(self) -> str:
-        """How many of what, for a message; "" is none."""
+        """The counts of tensors left out, for a message; "" if none."""
         counts = sorted(self._left_out.items())
         return ", ".join(f"{count} of {part}" for part, count in counts)

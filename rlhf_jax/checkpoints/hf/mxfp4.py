@@ -1,9 +1,9 @@
-"""Weights in MXFP4, read as bfloat16: numbers of 4 bits, 32 of which share a scale.
+"""Reads weights in MXFP4 as bfloat16: numbers of 4 bits, 32 of which share a scale.
 
-    W_blocks  u8[E, out, in / 32, 16]    two numbers a byte, the first in its low bits
+    W_blocks  u8[E, out, in / 32, 16]    two numbers per byte, the first in its low bits
     W_scales  u8[E, out, in / 32]        exponents of 2, plus 127
 
-stand for W bf16[E, in, out] = number · 2^(scale - 127), which bfloat16 holds exactly.
+encode W bf16[E, in, out] = number · 2^(scale - 127), which bfloat16 holds exactly.
 
 Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5.2, 5.3.3 and 6.3.
 """
@@ -27,22 +27,21 @@ NUMBERS = np.array([*_POSITIVE, *(-number for number in _POSITIVE)], np.float32)
 
 
 class Tensors(shards.Tensors):
-    """The tensors of some shards; packed ones are there by the name of what they hold.
+    """The tensors of some shards, with packed ones under the name of the weight.
 
-    Of them a slice is read, too: whole blocks of 32 along `in`, and no other.
+    Slices of packed tensors can be read, too; only the blocks that they need are read.
     """
 
     def __init__(
         self, folder: Path, *, named: Callable[[str], str | None] = str
     ) -> None:
-        """Reads the headers alone.
+        """Reads the headers only.
 
         Args:
-          named: as `shards.Tensors`.
+          named: as in `shards.Tensors`.
 
         Raises:
-          InputError: as `shards.Tensors`; or blocks without their scales, or of another
-            shape.
+          InputError: as `shards.Tensors`; or scales are missing, or a shape is wrong.
         """
         super().__init__(folder, named=named)
         self._packed = {
@@ -55,15 +54,7 @@ class Tensors(shards.Tensors):
             scales = self.headers.pop(name + SCALES, None)
             shape = blocks.shape
             fits = len(shape) == 4 and shape[3] == SIZE // 2
-            if (
-                scales is None
-                or not fits
-                or (scales.shape, "U8")
-                != (
-                    shape[:3],
-                    scales.dtype,
-                )
-            ):
+            if not fits or scales != mapping.Header(shape[:3], "U8"):
                 raise InputError(
                     f"expected {name}{BLOCKS} u8[experts, out, in / 32, 16] and "
                     f"{name}{SCALES} u8 of all but its last dimension, got "
@@ -76,7 +67,7 @@ class Tensors(shards.Tensors):
             self.headers[name] = mapping.Header(shape, "BF16")
 
     def read(self, name: str, window: Any) -> np.ndarray:
-        """A slice of a tensor, in bfloat16 where it is packed."""
+        """Reads a slice of a tensor; a packed one becomes bfloat16."""
         if name not in self._packed:
             return super().read(name, window)
         shape = self.headers[name].shape
@@ -86,7 +77,7 @@ class Tensors(shards.Tensors):
             slice(*part.indices(size)[:2])
             for part, size in zip(window, shape, strict=True)
         )
-        if rows.start >= rows.stop:  # of safetensors a slice may not begin at the end
+        if rows.start >= rows.stop:  # safetensors rejects an empty slice at the end
             sizes = (len(range(part.start, part.stop)) for part in (experts, columns))
             return np.zeros((next(sizes), 0, next(sizes)), ml_dtypes.bfloat16)
         groups = slice(rows.start // SIZE, -(-rows.stop // SIZE))
@@ -99,7 +90,7 @@ class Tensors(shards.Tensors):
 
 
 def unpacked(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """bf16[E, in, out] of u8[E, out, in / 32, 16] and u8[E, out, in / 32]."""
+    """Decodes u8[E, out, in / 32, 16] and u8[E, out, in / 32] to bf16[E, in, out]."""
     halves = np.stack([blocks & 15, blocks >> 4], axis=-1)
     numbers = NUMBERS[halves.reshape(*blocks.shape[:-1], SIZE)]
     exponents = scales.astype(np.int32) - 127

@@ -1,4 +1,4 @@
-"""Checkpoints of transformers to models and parameters on the devices."""
+"""Reads checkpoints of `transformers` into models, with parameters on the devices."""
 
 from __future__ import annotations
 
@@ -37,8 +37,6 @@ _DOWNLOADED = [
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.*", "merges.txt", "chat_template*"),
 ]
-
-
 _SHAPE = [layout.CONFIG, mapping.ADAPTER]
 
 
@@ -49,24 +47,24 @@ def load(
 
     Every tensor is checked against the family's key table before any is read. Then the
     leaves are placed on the devices one by one. Only the slice that a device needs is
-    read and cast, so that host memory has room for one such slice at a time. The
-    process that reads a weight refuses it if it is NaN or infinite.
+    read and cast, so host memory holds one such slice at a time. NaN and infinite
+    weights are refused by the process that reads them.
 
     Args:
       path_or_repo_id: a folder with config.json and safetensors, or "owner/name".
       dtype: of the parameters ("float32" to train them); None keeps the checkpoint's.
-        The compute dtype is `model.dtype`, which is float32 in either case.
+        The compute dtype, `model.dtype`, is float32 in either case.
       sharding: one `jax.sharding.Sharding` for every leaf, a tree of them that is a
         prefix of the parameters' tree, or a function from the parameters' shapes to
         such a tree (`sharding.shardings`). None is the default device.
 
     Returns:
-      The model, and nested dicts of arrays.
+      The model and its parameters, nested dicts of arrays.
 
     Raises:
-      InputError: there is no such checkpoint, it is damaged or not what the manifest
-        beside it lists, the decoder does not implement its model, or weights are not
-        finite. The message names the file, the option or the tensors.
+      InputError: the checkpoint is missing, damaged or differs from its manifest, the
+        decoder does not implement its model, or weights are not finite. The message
+        names the file, the option or the tensors.
       TypeError: dtype is not a float.
     """
     with _reading(path_or_repo_id) as folder:
@@ -97,7 +95,7 @@ def load(
 def load_reward(
     path_or_repo_id: PathLike, *, dtype: DTypeLike | None = None, sharding: Any = None
 ) -> tuple[ModelConfig, Params]:
-    """Reads a reward model, sequence classification with one label, as `load` does.
+    """Reads a reward model (sequence classification with one label), as `load` does.
 
     Returns:
       The model and {"trunk": ..., "score": {"kernel": [D], "bias": f32[]}}. The bias is
@@ -135,10 +133,10 @@ def load_reward(
 
 
 def model_config(path_or_repo_id: PathLike) -> ModelConfig:
-    """The shape of a causal language model or reward model, from config.json.
+    """Reads the shape of a language model or reward model from config.json.
 
-    Of the weights, where they are on this machine, two tensors may be compared: whether
-    a head that config.json calls tied is one of its own, as `load` finds it.
+    If the weights are on this machine and config.json says that the head is tied, the
+    head is compared with the embedding, as in `load`.
 
     Raises:
       InputError: there is no such checkpoint, or the decoder does not implement it.
@@ -152,18 +150,17 @@ def model_config(path_or_repo_id: PathLike) -> ModelConfig:
             return model
         try:
             tensors = shards.Tensors(folder, named=multimodal.Names())
-        except InputError:  # not there, or damaged, which `load` says
+        except InputError:  # missing or damaged, which `load` will report
             return model
         return _tied_as_stored(model, family=family, tensors=tensors)
 
 
 def stored_dtype(path_or_repo_id: PathLike) -> SaveDtype:
-    """The dtype that a checkpoint is stored in: that of most of its weights.
+    """Returns the dtype of most weights of a checkpoint.
 
-    Some have a few tensors in float32 beside bfloat16, such as norms or the score of a
-    reward model. Entries are counted, not tensors; of equal numbers float32 is taken
-    before bfloat16, and bfloat16 before float16. A folder without weights is of the
-    dtype that its config.json names, or else float32.
+    Some have a few tensors in float32 besides bfloat16, such as norms or the score of a
+    reward model. Entries are counted, not tensors; ties go to float32, then bfloat16.
+    Without weights it is the dtype in config.json, or else float32.
 
     Raises:
       InputError: there is no such checkpoint, or a file is unreadable.
@@ -183,7 +180,7 @@ def stored_dtype(path_or_repo_id: PathLike) -> SaveDtype:
 
 
 def stop_ids(path_or_repo_id: PathLike) -> tuple[int, ...]:
-    """Ids that end a text: `eos_token_id` of generation_config.json, or config.json.
+    """Returns `eos_token_id` of generation_config.json, or else of config.json.
 
     Raises:
       InputError: there is no such checkpoint, or a file is unreadable.
@@ -199,7 +196,7 @@ def stop_ids(path_or_repo_id: PathLike) -> tuple[int, ...]:
 def _reading(
     path_or_repo_id: PathLike, *, patterns: Sequence[str] = _DOWNLOADED
 ) -> Iterator[Path]:
-    """The folder of a checkpoint; every InputError inside begins with its name."""
+    """Yields a checkpoint's folder; every InputError inside begins with its name."""
     folder = hub.folder(path_or_repo_id, patterns=patterns)
     with located(f"checkpoint {path_or_repo_id}"):
         if not (folder / layout.CONFIG).exists():
@@ -212,7 +209,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _tensors(folder: Path, *, of: PathLike) -> shards.Tensors:
-    """The tensors; what stands beside them and is not read is told."""
+    """Opens the tensors; prints a note about files and tensors that are not read."""
     names = multimodal.Names()
     tensors = mxfp4.Tensors(folder, named=names)
     if names.left_out:
@@ -237,7 +234,7 @@ def _tensors(folder: Path, *, of: PathLike) -> shards.Tensors:
 def _tied_as_stored(
     model: ModelConfig, *, family: keys.Family, tensors: shards.Tensors
 ) -> ModelConfig:
-    """The model, untied if the checkpoint holds a head other than its embedding."""
+    """Unties the model if the checkpoint's head differs from its embedding."""
     table = family.key_table(model).as_stored(tensors.headers)
     head, embedding = table.tied, table.embedding.name
     if head is None or head == embedding or head not in tensors.headers:
@@ -301,7 +298,7 @@ def _place(
     )
     sharding_of = layout.flatten(shardings)
     placed = {}
-    # The largest first: what is read beside what is placed already is then small.
+    # The largest first, so that later reads beside the placed leaves are small.
     for path, leaf in sorted(leaves, key=lambda item: -math.prod(item[1].shape)):
         if sharding_of[path] is None:
             placed[path] = jnp.array(leaf[(slice(None),) * len(leaf.shape)])

@@ -1,12 +1,11 @@
-"""A tokenizer's files as transformers 4.57 and 5 both read them, with the same ids.
+"""Writes tokenizer files that transformers 4.57 and 5 read with the same ids.
 
-transformers 5 writes for itself. Read by 4.57, its folder fails where the class or the
-form of an option is new, and where the class is an old one that 4.57 does not read from
-tokenizer.json alone, it gives other ids in silence: its LlamaTokenizer and
-GemmaTokenizer put a BOS before every text, and leave out an EOS after it, whatever
-tokenizer.json says. So a tokenizer that tokenizer.json holds whole is named
-PreTrainedTokenizerFast here, which both versions read from that file, and options that
-a class used to imply are written down.
+A folder that transformers 5 writes may fail in 4.57, if a class or the format of an
+option is new, or silently give other ids: 4.57's LlamaTokenizer and GemmaTokenizer
+prepend a BOS to every text and append no EOS, whatever tokenizer.json says. So a
+tokenizer that is complete in tokenizer.json is named PreTrainedTokenizerFast here,
+which both versions read from that file, and options that a class used to imply are
+written explicitly.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 _CONFIG = "tokenizer_config.json"
 _WHOLE = "tokenizer.json"
-# Classes of tokenizers that have another file, as transformers 4.57 calls them.
+# Names in transformers 4.57 of classes whose tokenizers have no tokenizer.json.
 _CLASSES_OF_5 = {
     "PythonBackend": "PreTrainedTokenizer",
     "MistralCommonBackend": "MistralCommonTokenizer",
@@ -29,7 +28,7 @@ _CLASSES_OF_5 = {
 _STANDARD = {
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 }
-# Of where it was read from, and of transformers 5 alone.
+# Options about the place of origin, and options that only transformers 5 has.
 _LEFT_OUT = (
     *("backend", "is_local", "local_files_only", "name_or_path", "files_loaded"),
     *("fix_mistral_regex", "model_specific_special_tokens"),
@@ -39,10 +38,10 @@ _LEFT_OUT = (
 def write(
     tokenizer: PreTrainedTokenizerBase, folder: Path, *, max_positions: int
 ) -> None:
-    """Writes a tokenizer beside a model of that context, in tokens."""
+    """Writes a tokenizer beside a model whose context is `max_positions` tokens."""
     tokenizer.save_pretrained(folder)
     file = folder / _CONFIG
-    if not file.exists():  # of a format of its own
+    if not file.exists():  # the tokenizer has its own format
         return
     config = shards.read_json(file)
     if (folder / _WHOLE).exists():
@@ -59,8 +58,8 @@ def write(
 def _read_from_one_file(
     tokenizer: PreTrainedTokenizerBase, whole: dict[str, Any]
 ) -> dict[str, Any]:
-    """The options of a tokenizer of which tokenizer.json has all that makes ids."""
-    # 4.57 sets it in the file's pre-tokenizer to what the config says, or to false.
+    """Returns the options of a tokenizer that is complete in tokenizer.json."""
+    # 4.57 overwrites the pre-tokenizer's option with the config's, by default false.
     splitting = whole.get("pre_tokenizer") or {}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -73,11 +72,11 @@ def _read_from_one_file(
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, Any]:
-    """Further special tokens, in a form that both versions read.
+    """Returns further special tokens in a format that both versions read.
 
-    Of 4.57 `additional_special_tokens` is a list, and `extra_special_tokens` are names
-    with tokens; of 5 `extra_special_tokens` is the list, and it reads the first as such
-    where there is no second. It writes the names once more, as options.
+    4.57 has a list `additional_special_tokens` and a dict `extra_special_tokens` of
+    named tokens. 5 has a list `extra_special_tokens`, reads the former list if it is
+    missing, and writes the named tokens as options of their own, too.
     """
     listed = config.pop("extra_special_tokens", None) or []
     named = {

@@ -1,4 +1,4 @@
-"""Models and reward models to checkpoints that transformers loads."""
+"""Writes models and reward models as checkpoints that `transformers` loads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.families import keys
 from rlhf_jax.models.leaves import misfits
 
-if TYPE_CHECKING:  # its import announces on the terminal that torch is not there
+if TYPE_CHECKING:  # importing it prints a warning that torch is missing
     from transformers import PreTrainedTokenizerBase
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -34,16 +34,16 @@ def save(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     dtype: SaveDtype | None = None,
 ) -> None:
-    """Writes a checkpoint that `transformers` loads: all of it, or nothing.
+    """Writes a checkpoint that `transformers` loads, all or nothing.
 
     Args:
       path: a folder that does not exist yet, or is empty.
       tokenizer: written beside the weights.
       stop_ids, pad_id: `eos_token_id` and `pad_token_id` of config.json; None takes the
         tokenizer's.
-      max_shard_bytes: tensors beyond this many bytes go into a next file.
-      dtype: of the checkpoint, to which weights are rounded to nearest even; None is
-        that of the parameters.
+      max_shard_bytes: the size of a file after which a new one is begun.
+      dtype: of the checkpoint; weights are rounded to nearest even. None is the dtype
+        of the parameters.
 
     Raises:
       InputError: the folder is in use, the parameters are not the model's, dtype cannot
@@ -78,16 +78,15 @@ def save_reward(
 ) -> None:
     """Writes a reward model as sequence classification with one label.
 
-    The architecture of `transformers` has no bias. Ours is written as `score_bias` in
-    config.json, and the scores of `transformers` are ours less that constant.
+    The architecture of `transformers` has no bias. Our bias is written as `score_bias`
+    in config.json, and the scores of `transformers` are lower by that constant.
 
-    The score is not rounded to `dtype`: it is a row of numbers that were fitted to the
-    scores' mean and spread, and costs nothing. Readers that load all in one dtype round
-    it themselves.
+    The score is not rounded to `dtype`: it is a single row that was fitted to the
+    scores' mean and spread. Readers that load all weights in one dtype round it.
 
     Args:
       params: {"trunk": ..., "score": ...}.
-      dtype: of the trunk; None is that of the parameters.
+      dtype: of the trunk; None is the dtype of the parameters.
       path, tokenizer, stop_ids, pad_id, max_shard_bytes: as `save`; `transformers`
         needs `pad_id` to score a batch.
 
@@ -118,7 +117,7 @@ def save_reward(
 
 
 def _leaves_of(params: Params, *, shapes: Leaves) -> Leaves:
-    """The leaves of params, which must be those of the model."""
+    """Flattens parameters; InputError unless their shapes are the model's."""
     leaves = layout.flatten(params)
     expected = {path: leaf.shape for path, leaf in shapes.items()}
     if problems := misfits(leaves, shapes=expected):
@@ -131,7 +130,7 @@ def _leaves_of(params: Params, *, shapes: Leaves) -> Leaves:
 
 def _config_to_hf(family: keys.Family, model: ModelConfig) -> dict[str, Any]:
     config = family.config_to_hf(model)
-    # Reading the config again must give this model, but for fields of a run.
+    # Reading the config back must give this model, except for fields of a run.
     read_back = dataclasses.replace(
         family.config_from_hf(config).run_as(model),
         vocab_multiple=model.vocab_multiple,
@@ -154,7 +153,7 @@ def _special_ids(
     stop_ids: Sequence[int] | None,
     pad_id: int | None,
 ) -> dict[str, Any]:
-    """All three, always: transformers fills in the family's own for an absent one."""
+    """Returns all three ids: `transformers` replaces an absent one by a default."""
     bos: Any = None
     eos: Any = None
     pad: Any = None
@@ -183,14 +182,14 @@ def _write(
     max_shard_bytes: int,
     dtype: SaveDtype | None,
 ) -> None:
-    """Writes config.json, of which `ids` and `labels` are parts, weights, tokenizer."""
+    """Writes config.json (with `ids` and `labels`), the weights and the tokenizer."""
     embedding = leaves[table.embedding.paths[0]]
     stored = embedding.dtype.name if dtype is None else dtype
     config = {
         "architectures": [architecture],
         **_config_to_hf(layout.FAMILIES[model.family], model),
         **ids,
-        # As transformers calls it, and as its versions before 4.56 and servers do.
+        # The name in transformers, and that of versions before 4.56 and of servers.
         "dtype": stored,
         "torch_dtype": stored,
         **(labels or {}),
@@ -198,7 +197,7 @@ def _write(
     tensors = mapping.write(table, model=model, leaves=leaves, fetch=processes.whole)
     tensors = casting.cast_all(tensors, dtype=dtype, but={keys.SCORE})
     if not processes.is_first():
-        for _ in tensors:  # every process takes part in the transfers to the first
+        for _ in tensors:  # every process takes part in gathering the tensors
             pass
         return
     with shards.new_folder(Path(path)) as folder:

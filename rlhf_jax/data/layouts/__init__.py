@@ -1,4 +1,4 @@
-"""Responses of uneven lengths to packed rows, on the host."""
+"""Packs responses of different lengths into rows, on the host."""
 
 from rlhf_jax.data.layouts.packer import Packer, spans
 

@@ -1,4 +1,7 @@
-"""Texts into packed rows, these into parts and groups, and the index arrays of each."""
+"""Assigns texts to packed rows, these to parts and groups, and makes index arrays.
+
+Parts are computed one after the other; a group is the share of a part on one device.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +21,21 @@ HostArray = Any  # NumPy's
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What of a run's packing does not depend on lengths."""
+    """The settings of a run's packing that do not depend on lengths."""
 
-    rows: int  # B, of a batch
+    rows: int  # B, padded rows of a batch
     num_minibatches: int
     max_new_tokens: int  # R, response columns
     width: int  # W, tokens of a packed row
-    columns: int | None = None  # S, of padded rows; None is as many as W
-    devices: int = 1  # that share rows: the groups
+    columns: int | None = None  # S, columns of padded rows; None is W
+    devices: int = 1  # G, the devices that share the rows, one group each
     after_stop: bool = False  # the state after the last token has a value
-    # Only the state after the last token is read, as a reward model does, whatever
-    # stands before it; rows have one column more, and so has R.
+    # A reward model: only the state after the last token is read. Rows, and R, have
+    # one column more.
     ends: bool = False
-    max_tokens: int | None = None  # of a part, on each device; None has one part
+    max_tokens: int | None = None  # tokens per device of a part; None makes one part
     may_pad: bool = True  # padded rows take no more memory than max_tokens
-    # Neighbouring rows that hold one prompt, which then stands once in a packed row.
+    # Neighbouring rows that share a prompt, which a packed row then holds only once.
     group_size: int = 1
 
     def __post_init__(self) -> None:
@@ -48,49 +51,49 @@ class Form:
         return self.rows // self.num_minibatches
 
     def packed_share(self, packed: int, *, rows: int) -> float:
-        """Tokens of so many packed rows, relative to those of `rows` padded ones."""
+        """Tokens of `packed` packed rows, divided by those of `rows` padded rows."""
         columns = self.width if self.columns is None else self.columns
         return packed * self.width / (rows * columns)
 
     def rows_of_part(self, rows: int) -> int | None:
-        """Packed rows that a device has of a part of so many responses, at most."""
+        """The most packed rows per device in a part of `rows` responses."""
         if self.max_tokens is None:
             return None
         return min(self.max_tokens // self.width, -(-rows // self.devices))
 
 
 class Bins(NamedTuple):
-    """Texts, by packed row."""
+    """An assignment of texts to packed rows."""
 
-    texts: list[list[int]]  # rows of the lengths
-    reads: list[int]  # states that are read of each packed row
+    texts: list[list[int]]  # the texts of each packed row, as indices of `lengths`
+    reads: list[int]  # the number of states that are read of each packed row
 
 
 class Part(NamedTuple):
     """Packed rows that are computed together, by device."""
 
-    groups: list[list[list[int]]]  # texts of each packed row of each group
-    rows: int  # packed rows of the group with most
-    reads: int  # states that are read of the group with most
-    size: int = 0  # number of the size that holds it
+    groups: list[list[list[int]]]  # the texts of each packed row of each group
+    rows: int  # the most packed rows of a group
+    reads: int  # the most states that are read of a group
+    size: int = 0  # index in `Sizes.sizes` of the size that holds the part
 
 
 class Needed(NamedTuple):
-    """What a model needs of each row; i32[b] each."""
+    """The tokens of each row that a model runs, and the states read; i32[b] each."""
 
-    size: HostArray  # tokens of its text that are run; 0 where nothing is read
-    first: HostArray  # the first of its tokens that a state is read for, from 0
-    reads: HostArray  # how many, one after the other
+    size: HostArray  # tokens that the model runs; 0 if no state is read
+    first: HostArray  # index in its text of the first token that a state predicts
+    reads: HostArray  # the number of consecutive states that are read
 
 
 def needed(lengths: HostArray, *, form: Form) -> Needed:
-    """What a model needs of each row.
+    """Computes which tokens of each row a model runs and which states are read.
 
-    The last token predicts nothing, unless the state after it has a value. The first
-    one of a text is predicted by nothing.
+    The last token predicts nothing, so it is run only if the state after it has a
+    value. No state predicts the first token of a text.
 
     Args:
-      lengths: i32[b, 3], tokens of prompts and of responses, and the group.
+      lengths: i32[b, 3]: tokens of the prompt, tokens of the response, group.
     """
     prompt, response = lengths[:, 0], lengths[:, 1]
     if form.ends:
@@ -103,7 +106,7 @@ def needed(lengths: HostArray, *, form: Form) -> Needed:
 
 
 def fill(lengths: HostArray, *, form: Form) -> Bins:
-    """First fit, the longest first; texts of which nothing is read are left out.
+    """Packs texts by first fit, longest first; leaves out texts without a read state.
 
     Raises:
       InputError: a text is longer than a packed row.
@@ -125,10 +128,10 @@ def fill(lengths: HostArray, *, form: Form) -> Bins:
 
 
 def shared(lengths: HostArray) -> HostArray:
-    """Tokens of each row that others of its group have too: the prompt but the last.
+    """i32[b], the tokens that each row shares with its group: the prompt but the last.
 
-    The last token of a prompt stands with each response, whose first token its state
-    predicts, so that every state is read once.
+    The last token of a prompt is repeated with each response: its state predicts the
+    first token of the response, and every state is read once.
     """
     return np.maximum(lengths[:, 0] - 1, 0)
 
@@ -136,7 +139,7 @@ def shared(lengths: HostArray) -> HostArray:
 def _fill_groups(
     lengths: HostArray, sizes: HostArray, *, width: int
 ) -> list[list[int]]:
-    """Groups with most tokens first, each beside its own where there is room."""
+    """Packs groups, largest first; texts join a row that holds their prompt, if any."""
     prefix, groups = shared(lengths), lengths[:, 2]
     totals = {
         int(group): int(sizes[groups == group].sum()) for group in np.unique(groups)
@@ -161,20 +164,21 @@ def _fill_groups(
 
 
 def alone(lengths: HostArray, *, form: Form) -> Bins:
-    """A packed row for each text of which something is read."""
+    """Gives every text of which a state is read a packed row of its own."""
     sizes, _, reads = needed(lengths, form=form)
     used = np.flatnonzero(sizes)
     return Bins([[int(row)] for row in used], [int(reads[row]) for row in used])
 
 
 def deal(bins: Bins, *, rows: int, parts: int | None, form: Form) -> list[Part]:
-    """Packed rows by part and group, the states that are read spread evenly.
+    """Deals packed rows to parts and groups, balancing the states that are read.
 
-    All parts but the last are full, or all alike where there are more than it takes.
+    With the least number of parts all but the last are full; with more parts than
+    needed the rows are shared evenly.
 
     Args:
-      rows: of a group, at most.
-      parts: None is as few as hold the packed rows.
+      rows: the most packed rows of a group.
+      parts: number of parts; None is the least that holds all packed rows.
     """
     devices, count = form.devices, len(bins.texts)
     least = max(1, -(-count // (rows * devices)))
@@ -198,7 +202,7 @@ def deal(bins: Bins, *, rows: int, parts: int | None, form: Form) -> list[Part]:
 def _spread(
     numbers: Sequence[int], loads: Sequence[int], capacities: Sequence[int]
 ) -> list[list[int]]:
-    """Numbers by place: the largest load first, to the place that has least."""
+    """Assigns numbers to places: the largest load first, to the least loaded place."""
     heap = [(0.0, place) for place, room in enumerate(capacities) if room]
     placed: list[list[int]] = [[] for _ in capacities]
     for number in sorted(numbers, key=lambda n: -loads[n]):
@@ -211,7 +215,7 @@ def _spread(
 
 
 class Arrays:
-    """Parts to index arrays, for padded rows of S columns."""
+    """Makes the index arrays of parts, for padded rows of S columns."""
 
     def __init__(self, form: Form, *, columns: int) -> None:
         self._form, self._columns = form, columns
@@ -219,16 +223,15 @@ class Arrays:
     def __call__(
         self, lengths: HostArray, part: Part, *, widest: tuple[int, int]
     ) -> tuple[Packing, int, HostArray]:
-        """The packing of a part, its size and its members.
+        """Makes the packing of a part.
 
         Args:
-          lengths: i32[b, 3], tokens of prompts and of responses of all rows, and
-            their groups.
-          part: of some of them.
-          widest: N/G and M of the largest size.
+          lengths: i32[b, 3], as for `needed`.
+          widest: (N/G, M), the largest size.
 
         Returns:
-          Arrays at the largest size, the number of the size, bool[b].
+          The packing, padded to the largest size; the index of the part's own size; and
+          bool[b], the rows of which the part reads a state.
         """
         form, columns = self._form, self._columns
         (per_group, reads), width = widest, form.width
@@ -242,7 +245,7 @@ class Arrays:
             ],
             np.int64,
         ).reshape(-1, 8)
-        first = columns - form.max_new_tokens - lengths[:, 0]  # column of a text
+        first = columns - form.max_new_tokens - lengths[:, 0]  # column of first tokens
         of_group, at, row, start, count, begin, segment, before = pieces.T
         piece, token = _owners_and_places(count)
         place = (of_group * per_group + at)[piece] * width + begin[piece] + token
@@ -253,14 +256,14 @@ class Arrays:
         prefixes: HostArray = np.zeros(len(source), np.int32)
         prefixes[place] = before[piece]
 
-        # States are read of the pieces that end their texts.
+        # States are read only from the pieces that end their texts, not from prompts.
         ends = start + count == sizes[row]
         of_group, at, rows, start, begin = (
             x[ends] for x in (of_group, at, row, start, begin)
         )
         first = first[rows]
         text, read = _owners_and_places(counts[rows])
-        token = firsts[rows][text] + read  # that is predicted
+        token = firsts[rows][text] + read  # the token that the state predicts
         group = of_group[text]
         column = 1 + np.arange(len(text))
         column -= np.searchsorted(group, np.arange(form.devices))[group]
@@ -291,11 +294,11 @@ class Arrays:
     def _pieces(
         self, texts: list[int], lengths: HostArray, sizes: HostArray
     ) -> list[tuple[int, ...]]:
-        """What stands in a packed row, from left to right.
+        """Lists the pieces of a packed row, from left to right.
 
         Returns:
-          Of each piece: the row whose text it is of, its first token there, how many,
-          where it begins, its segment, and the segment of its prompt or 0.
+          For each: the row of its text, its first token there, its number of tokens,
+          its column in the packed row, its segment, and its shared prompt's, or 0.
         """
         prefix = shared(lengths)
         pieces, begin, segment, prompt, group = [], 0, 0, 0, None
@@ -317,7 +320,7 @@ class Arrays:
 
 
 def _owners_and_places(counts: HostArray) -> tuple[HostArray, HostArray]:
-    """For counts 2, 3: (0, 0, 1, 1, 1) and (0, 1, 0, 1, 2)."""
+    """Counts (2, 3) give owners (0, 0, 1, 1, 1) and places (0, 1, 0, 1, 2)."""
     owner = np.repeat(np.arange(len(counts)), counts)
     starts = np.cumsum(counts) - counts
     return owner, np.arange(len(owner)) - starts[owner]

@@ -1,14 +1,14 @@
-"""How responses of uneven lengths are packed: made on the host from their lengths.
+"""Plans on the host how responses of different lengths are packed into rows.
 
     rollout ──spans──> i32[B, 2] ──Packer──> RolloutPacking ──> the jitted programs
     minibatches(key) ──> i32[T, b] ──┘
 
-The longest texts go first, each into the first row with room (first fit decreasing).
-Rows are cut to one of a few sizes, chosen once from a sample of lengths; every size is
-a branch of one program, so that a run compiles a program for packed rows and, where
-lengths outgrow the sizes, one for padded rows. What an iteration is packed into is a
-pure function of its lengths, its order and the sample: a resumed run packs as the run
-did that it goes on with.
+The longest texts go first, each into the first row with room (first-fit decreasing).
+The number of packed rows is rounded up to one of a few sizes, which are chosen once
+from a sample of lengths. Every size is a branch of one program, so a run compiles one
+program for packed rows and, if lengths outgrow the sizes, one for padded rows. The
+packing of an iteration is a pure function of its lengths, its order and the sample, so
+a resumed run packs as the original run did.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ Kind = Literal["batch", "minibatch"]
 
 
 def spans(rollout: Rollout) -> Array:
-    """i32[B, 2], tokens of prompt and of response: all that packing needs to know.
+    """i32[B, 2]: tokens of each prompt and of each response, the input of packing.
 
-    The response of an episode is all that follows its prompt, observed tokens included:
-    they stand in the packed row as they do in the padded one, and nothing is read of
-    their log-probs but by masks.
+    The response of an episode is everything after its prompt. Observed tokens are
+    packed with it; masks exclude their log-probs, as in padded rows.
     """
     sampled = rollout.response_mask.sum(axis=1, dtype=jnp.int32)
     response = sampled + rollout.observed.sum(axis=1, dtype=jnp.int32)
@@ -44,21 +43,21 @@ def spans(rollout: Rollout) -> Array:
 
 
 class Packer:
-    """Packs the rollouts of a run, and counts the sizes that it used.
+    """Packs the rollouts of a run, and counts how often each size is used.
 
     Attributes:
-      batch, minibatch: the sizes; None where packing is no gain for the sample.
-      used: how often which size was used, by "batch" or "minibatch" and its number;
-        ("padded", 0) counts iterations that were left padded.
+      batch, minibatch: the sizes; None if packing saves nothing for the sample.
+      used: {(kind, index of the size): count}, kind "batch" or "minibatch";
+        ("padded", 0) counts iterations that stayed padded.
     """
 
     def __init__(self, form: Form, *, sample: HostArray) -> None:
         """Chooses the sizes.
 
         Args:
-          form: of every batch.
-          sample: i32[n, 2], `spans` of the first rollout, or of a histogram; in
-            whole groups.
+          form: the settings that all batches share.
+          sample: i32[n, 2], lengths like those of the run, in whole groups: `spans` of
+            the first rollout, or drawn from a histogram.
 
         Raises:
           InputError: a text of the sample is longer than a packed row.
@@ -70,15 +69,15 @@ class Packer:
     def __call__(
         self, lengths: HostArray, order: HostArray, *, columns: int
     ) -> RolloutPacking | None:
-        """How the rows of an iteration are packed.
+        """Packs the rows of an iteration.
 
         Args:
           lengths: i32[B, 2], `spans` of the rollout.
           order: i32[T, b], `minibatches` of its update.
-          columns: S, of the rollout.
+          columns: S, columns of the rollout.
 
         Returns:
-          NumPy arrays; None where padded rows are no more work.
+          NumPy arrays; None if the rows should stay padded.
 
         Raises:
           InputError: a text is longer than a packed row.
@@ -108,14 +107,14 @@ class Packer:
         )
 
     def whole(self, lengths: HostArray, *, columns: int) -> SizedPacking | None:
-        """How the rows of a batch are packed, for a model that no update reads.
+        """Packs the rows of a batch for a model that takes no part in the update.
 
         Args:
           lengths: i32[B, 2], `spans` of the rollout.
-          columns: S, of the rows that the packing is of.
+          columns: S, columns of the padded rows.
 
         Returns:
-          NumPy arrays; None where padded rows are no more work.
+          NumPy arrays; None if the rows should stay padded.
 
         Raises:
           InputError: a text is longer than a packed row.
@@ -146,11 +145,11 @@ class Packer:
         columns: int,
         reserve: bool,
     ) -> tuple[SizedPacking, HostArray]:
-        """Every leaf [C, ...], and the members bool[C, b].
+        """Makes the packings of all C parts, leaves [C, ...], and members bool[C, b].
 
         Args:
-          reserve: whether all sizes have a branch. That is read off the batch alone, so
-            that a run that goes on takes the programs that it took before.
+          reserve: whether the reserve sizes have branches too. This depends on the
+            batch alone, so a resumed run uses the same programs as the original run.
         """
         sizes = self.batch if kind == "batch" else self.minibatch
         assert sizes is not None
@@ -164,7 +163,7 @@ class Packer:
         packings, size, members = zip(*made, strict=True)
         number_of_size: HostArray = np.array(size, np.int32)
         of_parts: HostArray = np.stack(members)
-        of_parts[0] |= ~of_parts.any(axis=0)  # no state of theirs is read
+        of_parts[0] |= ~of_parts.any(axis=0)  # rows without a read state
         stacked = SizedPacking(
             packing=jax.tree.map(lambda *leaves: np.stack(leaves), *packings),
             size=number_of_size,
@@ -173,7 +172,7 @@ class Packer:
         return stacked, of_parts
 
     def describe(self) -> str:
-        """A line on the sizes, for a person."""
+        """Describes the sizes in one line for the terminal."""
         form, sizes = self.form, self.minibatch
         if self.batch is None or sizes is None:
             return "packing: rows stay padded, as packed ones would be no fewer"
@@ -193,7 +192,7 @@ class Packer:
         )
 
     def summary(self) -> dict[str, Any]:
-        """Sizes as (packed rows of a device, columns read), and how often each came."""
+        """Sizes as (packed rows per device, columns read), and their counts."""
         named = {"batch": self.batch, "minibatch": self.minibatch}
         return {
             **{name: list(x.sizes) for name, x in named.items() if x is not None},
@@ -202,7 +201,7 @@ class Packer:
 
 
 def _parts(lengths: HostArray, *, sizes: Sizes, form: Form) -> list[Part] | None:
-    """Parts of some rows, each with its size; None where they do not fit."""
+    """Divides rows into parts and picks the size of each; None if they do not fit."""
     tried = [fill(lengths, form=form)]
     share = form.packed_share(len(tried[0].texts), rows=len(lengths))
     if share > 1 and form.may_pad:
@@ -231,6 +230,6 @@ def _size_of(part: Part, sizes: Sizes) -> int | None:
 
 
 def _filled_up(parts: list[Part], count: int) -> list[Part]:
-    """With parts of no responses, which cost nothing."""
+    """Appends empty parts, which cost nothing, up to `count` parts."""
     empty = Part([[] for _ in parts[0].groups], rows=0, reads=0, size=0)
     return parts + [empty] * (count - len(parts))

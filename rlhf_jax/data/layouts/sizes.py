@@ -1,4 +1,4 @@
-"""The width of packed rows and the few sizes of a run, chosen from some lengths."""
+"""Chooses the width of packed rows and the few sizes of a run, from sample lengths."""
 
 from __future__ import annotations
 
@@ -11,28 +11,30 @@ from rlhf_jax.data.layouts import arrays
 from rlhf_jax.data.layouts.arrays import Bins, Form
 
 HostArray = Any  # NumPy's
-DRAWS = 48  # batches drawn from a sample of lengths, to choose sizes by
-QUANTILES = (0.4, 0.8, 1.0)  # of the packed rows that the draws needed
-SAVING = 1 / 6  # of the next larger size of a batch, which is only read forward
-GAIN = 0.95  # of the padded tokens: a size with more than these is no gain
-WIDTHS = (1.0, 1.25, 1.5, 1.75, 2.0)  # of a packed row to choose from, in padded ones
-WIDTH_DRAWS = 8  # batches drawn to choose a width by
-WIDTH_GAIN = 0.97  # of the tokens: a wider row that needs more than these is not chosen
-MARGIN = 1.1  # of the states read of a row, where more rows are than were drawn
+DRAWS = 48  # batches drawn from the sample to choose the sizes
+QUANTILES = (0.4, 0.8, 1.0)  # of the packed rows that the drawn batches need
+# A size of a batch must save this share of the next larger size. A batch is only
+# computed forward, so smaller savings are not worth a branch.
+SAVING = 1 / 6
+GAIN = 0.95  # a size must have at most this share of the padded tokens
+WIDTHS = (1.0, 1.25, 1.5, 1.75, 2.0)  # widths to choose from, relative to padded rows
+WIDTH_DRAWS = 8  # batches drawn to choose the width
+WIDTH_GAIN = 0.97  # a wider row must need less than this share of the tokens
+MARGIN = 1.1  # factor on the average states per row, for sizes as large as any drawn
 READS = 8  # columns that a head reads are a multiple of this
 
 
 class Sizes(NamedTuple):
-    """Of the parts of some rows; the branches of a program.
+    """The sizes to which parts are padded; each is a branch of the program.
 
-    Those beyond the expected ones are a reserve for lengths that grow: the program that
-    has a branch for them, too, is compiled, and asks for its memory, when a batch first
+    Sizes beyond the expected ones are a reserve for lengths that grow. The program with
+    branches for the reserve is compiled, and allocates its memory, when a batch first
     needs it.
     """
 
-    parts: int  # C, the most there are
-    sizes: tuple[tuple[int, int], ...]  # (N/G, M), rising
-    expected: int  # so many of `sizes` hold what was drawn
+    parts: int  # C, the most parts of a batch
+    sizes: tuple[tuple[int, int], ...]  # (N/G, M), ascending
+    expected: int  # the first `expected` of `sizes` hold all batches that were drawn
 
     @property
     def rows(self) -> int:
@@ -41,14 +43,15 @@ class Sizes(NamedTuple):
 
 
 def best_form(forms: Sequence[Form], sample: HostArray) -> Form:
-    """The form whose minibatches take fewest tokens; a wider row must be worth it.
+    """Chooses the form whose minibatches take the fewest tokens.
 
-    Where prompts fill half of a padded row, no two texts stand in a packed one of its
-    width. Wider rows cost attention more where its logits are held whole.
+    A wider row must save 1 - `WIDTH_GAIN`, as it makes attention dearer wherever all
+    logits are in memory at once. If prompts fill half of a padded row, no two texts fit
+    into a packed row of the same width.
 
     Args:
-      forms: alike but for the width, the narrowest first.
-      sample: i32[n, 2], as `Packer` takes it.
+      forms: differ in the width only, narrowest first.
+      sample: i32[n, 2], as for `Packer`.
     """
 
     def tokens(form: Form) -> int:
@@ -71,7 +74,7 @@ def best_form(forms: Sequence[Form], sample: HostArray) -> Form:
 def _drawn(
     form: Form, sample: HostArray, *, count: int
 ) -> Iterator[tuple[HostArray, list[HostArray]]]:
-    """So many batches with lengths of a sample, and the minibatches of each."""
+    """Draws `count` batches of lengths from a sample, each with its minibatches."""
     rng = np.random.default_rng(0)
     for _ in range(count):
         groups = rng.integers(
@@ -84,19 +87,19 @@ def _drawn(
 
 
 def sizes_of(form: Form, sample: HostArray) -> tuple[Sizes | None, Sizes | None]:
-    """The sizes for batches with lengths like a sample's, and for their minibatches.
+    """Chooses the sizes of batches and of minibatches, from a sample of lengths.
 
-    Some are quantiles of what drawn batches need. One lies between them and padded
-    rows, for lengths that grow during a run: the reserve. What outgrows it is left
-    padded. With `form.max_tokens` one size holds anything, and all are expected: what
-    a device has no memory for is to be known at the start.
+    Most sizes are quantiles of the packed rows that drawn batches need. The reserve, a
+    size between these and padded rows, is for lengths that grow during a run; batches
+    that outgrow it stay padded. With `form.max_tokens` the largest size holds any
+    batch, and all sizes are expected, so that a lack of memory shows at the start.
 
     Args:
-      form: of every batch.
+      form: the settings that all batches share.
       sample: i32[n, 2], tokens of prompts and of responses.
 
     Returns:
-      Both; None each where packed rows would be no fewer than padded ones.
+      The sizes of batches and of minibatches; None where packing saves nothing.
 
     Raises:
       InputError: a text of the sample is longer than a packed row.
@@ -120,12 +123,12 @@ def _sizes(
     most: int | None,
     saving: float = 0.0,
 ) -> Sizes | None:
-    """Sizes for so many responses, of at most `most` packed rows in a group.
+    """Chooses sizes for `rows` responses.
 
     Args:
-      drawn: what like responses need.
-      most: None is as many as there are responses.
-      saving: the least share of the next larger size for which one is worth a branch.
+      drawn: packed rows of batches of that many responses.
+      most: the most packed rows of a group; None is one per response.
+      saving: the share of the next larger size that a size must save.
     """
     devices = form.devices
     every = -(-rows // devices)
@@ -155,13 +158,13 @@ def _sizes(
     counts = [*_apart(filter(gains, row_counts), saving), *filter(gains, reserve)]
     for count in sorted({*counts}):
         reads = max((part.reads for part in dealt if part.rows <= count), default=0)
-        if count >= needs[-1]:  # as full as others are
+        if count >= needs[-1]:  # as large as any drawn: others may read more states
             reads = max(reads, int(MARGIN * density * count))
         reads = 1 + up(reads, READS)
         sizes.append((count, max([reads, *(size[1] for size in sizes)])))
-    # A reserve of a row more would soon be needed.
+    # A reserve of just one row more would soon be needed: it is expected, too.
     expected = sum(count <= row_counts[-1] + 1 for count, _ in sizes)
-    if form.max_tokens is not None:  # whatever the lengths are
+    if form.max_tokens is not None:  # the largest size holds any lengths
         widest = max([1 + limit * form.max_new_tokens, *(size[1] for size in sizes)])
         if not sizes or sizes[-1] != (limit, widest):
             sizes.append((limit, widest))
@@ -170,7 +173,7 @@ def _sizes(
 
 
 def _apart(row_counts: Iterable[int], saving: float) -> list[int]:
-    """Those that save so much of the next larger one, which is kept."""
+    """Keeps the counts that save at least `saving` of the next larger one kept."""
     kept: list[int] = []
     for count in sorted({*row_counts}, reverse=True):
         if not kept or count <= (1 - saving) * kept[-1]:
@@ -179,11 +182,11 @@ def _apart(row_counts: Iterable[int], saving: float) -> list[int]:
 
 
 def in_groups(lengths: HostArray, *, form: Form) -> HostArray:
-    """i32[B, 3], with the number of each row's group, which minibatches tear apart."""
+    """i32[B, 3], `lengths` with the group of each row, which shuffling would lose."""
     groups = np.arange(len(lengths)) // form.group_size
     return np.concatenate([lengths, groups[:, None]], axis=1)
 
 
 def up(count: int, multiple: int) -> int:
-    """The least multiple that is no less than a count."""
+    """Rounds a count up to a multiple."""
     return -(-count // multiple) * multiple

@@ -1,4 +1,4 @@
-"""The data receipt: what was read, left out, cut and is learned, before a run begins.
+"""The data receipt, printed before a run: what is read, left out, cut and learned.
 
 receipts = Receipts()
 data = receipts.source("--data", "demos.jsonl")

@@ -1,8 +1,8 @@
-"""What the rows of a source have become, and what one use is made of them.
+"""Statistics of the encoded rows of a source, for the data receipt.
 
 An item is the texts of a row that a loss reads, {title: text}: a demonstration is one
-text, a pair is its two sides. A `Part` has counts, lengths and an example of the items
-of one use, as training or held out.
+text, a pair its two sides. A `Part` has counts, lengths and an example of the items
+with one use, such as training or held out.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ SHOWN = 300  # tokens of an example
 
 
 def of_texts(examples: Iterable[Text]) -> list[Item]:
-    """Demonstrations, episodes and blocks of plain text."""
+    """Makes items of demonstrations, episodes and blocks of plain text."""
     return [{"text": example} for example in examples]
 
 
 def of_pairs(pairs: Iterable[Pair]) -> list[Item]:
-    """Both responses of each pair, of which a loss compares the tokens."""
+    """Makes items of pairs, each with both responses."""
     return [
         {
             "chosen": Example(pair.prompt, pair.chosen),
@@ -40,7 +40,7 @@ def of_pairs(pairs: Iterable[Pair]) -> list[Item]:
 
 
 def of_labelled(texts: Iterable[Labelled]) -> list[Item]:
-    """KTO's responses; the mismatched ones are not learned."""
+    """Makes items of KTO's responses, without the mismatched ones."""
     return [
         {
             "desirable" if text.desirable else "undesirable": Example(
@@ -52,17 +52,17 @@ def of_labelled(texts: Iterable[Labelled]) -> list[Item]:
 
 
 def of_prompts(prompts: Iterable[Tokens]) -> list[Item]:
-    """Prompts, whose responses are sampled: no token of the rows is learned."""
+    """Makes items of prompts, of which no token is learned."""
     return [{"prompt": Example(prompt, ())} for prompt in prompts]
 
 
 class Part:
-    """The rows of a source that have one use, as training or held out."""
+    """The rows of a source that have one use, such as training or held out."""
 
     def __init__(self, items: Sequence[Item]) -> None:
-        """Takes what the rows have become."""
+        """Counts the tokens of items."""
         texts = [text for item in items for text in item.values()]
-        # A byte for each token, as there may be many: 1 where it is learned.
+        # One byte per token to save memory: 1 where the token is learned.
         masks = [bytes(text.trained) for text in texts]
         self.rows = len(items)
         self.texts = Counter(title for item in items for title in item)
@@ -78,7 +78,7 @@ class Part:
         self._first = items[0] if items else {}
 
     def to_json(self) -> dict[str, Any]:
-        """Counts, and the median and the longest length in tokens."""
+        """Returns counts, and the median and longest lengths in tokens."""
         return {
             "rows": self.rows,
             "texts": dict(self.texts),
@@ -93,7 +93,7 @@ class Part:
         }
 
     def example(self, *, decode: Decode) -> list[dict[str, Any]]:
-        """The texts of the first row, in pieces that are learned or not."""
+        """Returns the texts of the first row, in pieces that are learned or not."""
         return [
             {"title": title} | shown(text, decode=decode)
             for title, text in self._first.items()
@@ -101,14 +101,14 @@ class Part:
 
 
 def shown(text: Text, *, decode: Decode) -> dict[str, Any]:
-    """A text in pieces that are learned or not, cut to `SHOWN` tokens.
+    """Splits a text into pieces that are learned or not, cut to `SHOWN` tokens.
 
-    The cut keeps the border between what is not learned and what is, or the end of a
-    text of which nothing is learned.
+    The cut keeps the first learned token and the tokens around it, or the end of a text
+    of which nothing is learned.
 
     Args:
-      text: of which `trained` says what is learned.
-      decode: token ids to text, special tokens kept.
+      text: the tokens; `text.trained` marks the learned ones.
+      decode: token ids -> text, with special tokens.
     """
     tokens = [*text.prompt, *text.response]
     learned = [*map(bool, text.trained)]
@@ -137,9 +137,9 @@ def shown(text: Text, *, decode: Decode) -> dict[str, Any]:
 def shared_prompts(
     training: Iterable[Part], held_out: Part, *, unprompted: Tokens = ()
 ) -> int:
-    """How many held-out rows have a prompt that is trained on.
+    """Counts the held-out rows whose prompt is trained on.
 
-    Rows without a prompt, as blocks of plain text, share none.
+    Rows without a prompt, such as blocks of plain text, share none.
 
     Args:
       unprompted: tokens of a prompt without text, such as BOS.

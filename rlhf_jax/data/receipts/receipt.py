@@ -1,7 +1,7 @@
-"""What became of every row of a source: read, left out and why, used for what.
+"""Records for every row of a source whether it is used, for what, or why not.
 
-Readers tell a `Receipt` each row that they read, and whoever leaves one out tells it
-why. It knows how many are left, so that a row that vanished without a word is an error:
+Readers record each row in a `Receipt`, and code that leaves a row out records why. A
+row that is lost without a record is an error:
 
     rows read = rows used + rows left out
 """
@@ -20,14 +20,14 @@ Use = Literal["training", "held out", "watched", "evaluated", "normalised on"]
 
 @dataclasses.dataclass
 class Tally:
-    """How often something happened, and to which row first."""
+    """Counts how often something happened, and keeps the first row concerned."""
 
     count: int = 0
     first: str | None = None  # file and line
-    order: int | None = None  # of that row among those read
+    order: int | None = None  # index of that row among the rows read
 
     def add(self, count: int, *, where: str | None, order: int | None) -> None:
-        """One row more, of which the earliest in the file is kept."""
+        """Counts a row; `first` is the row that is earliest in the file."""
         self.count += count
         if self.first is None or (
             order is not None and self.order is not None and order < self.order
@@ -36,23 +36,23 @@ class Tally:
 
 
 class Receipt:
-    """What became of the rows of one source.
+    """The record of the rows of one source.
 
-    A row counts once, but for the pairs that KTO reads as two texts.
+    A row counts once, except that KTO counts a pair as two texts.
     """
 
     def __init__(self, name: str, source: str, *, called: str = "rows") -> None:
-        """Nothing is read yet.
+        """Starts an empty receipt.
 
         Args:
           name: the option that names the source.
-          source: its value.
-          called: what its rows are.
+          source: the value of that option.
+          called: what the receipt calls the rows.
         """
         self.name, self.source, self.called = name, source, called
         self.read = 0
         self.parts: dict[Use, Part] = {}
-        self._rows: dict[str, int] = {}  # by file and line, in the order of the file
+        self._rows: dict[str, int] = {}  # count by file and line, in file order
         self._order: dict[str, int] = {}
         self._read_fields: dict[str, None] = {}
         self._readers: list[str] = []
@@ -69,13 +69,13 @@ class Receipt:
         reads: Iterable[str] = (),
         count: int = 1,
     ) -> None:
-        """A row was read.
+        """Records a row that was read.
 
         Args:
           where: its file and line.
-          row: with all its fields, of which those without a value are not counted.
-          reads: fields that are read of it.
-          count: what it counts for, as 2 where a pair is read as two texts.
+          row: all its fields; fields that are None are ignored.
+          reads: the fields that are read.
+          count: number of texts, 2 for a pair that is read as two.
         """
         self.read += count
         self._order.setdefault(where, len(self._order))
@@ -90,26 +90,26 @@ class Receipt:
                 self._add(self._unread, field, where=where)
 
     def rows_of(self, other: Receipt) -> None:
-        """The rows that are left of another receipt have a second use."""
+        """Records the remaining rows of another receipt, which have a second use."""
         for where in other.places:
             self.row(where, {})
 
     def reads(self, *fields: str) -> None:
-        """Fields that are read of every row that has them."""
+        """Records fields that are read from every row that has them."""
         for field in fields:
             if self._unread.pop(field, None) is not None:
                 self._read_fields.setdefault(field)
 
     def gives(self, to: str) -> None:
-        """Whole rows are given to a user's own code, which may read every field."""
+        """Records that user code gets whole rows and may read every field."""
         self._readers.append(to)
 
     def drop(self, reason: str, *, where: str, count: int = 1) -> None:
-        """A row is left out.
+        """Records that a row is left out.
 
         Args:
-          reason: the same text for all rows with this reason.
-          where: its file and line, as `row` was told.
+          reason: why; the same text for all rows with this reason.
+          where: its file and line, as in `row`.
           count: as in `row`.
         """
         left = self._rows.get(where, 0) - count
@@ -118,20 +118,20 @@ class Receipt:
         self._add(self._left_out, reason, where=where, count=count)
 
     def keep(self, count: int, *, reason: str) -> None:
-        """All rows but the first ones are left out."""
+        """Records that all rows after the first `count` are left out."""
         for where in self.places[count:]:
             self.drop(reason, where=where)
 
     def cut(self, reason: str, *, count: int = 1) -> None:
-        """A text is made shorter than it was written."""
+        """Records that a text is shortened."""
         self._add(self._cut, reason, where=None, count=count)
 
     def note(self, reason: str, *, where: str | None = None, count: int = 1) -> None:
-        """Something of a row that its author should know."""
+        """Records a remark about a row, for the author of the data."""
         self._add(self._notes, reason, where=where, count=count)
 
     def text(self, blocks: int, *, size: int) -> None:
-        """Plain text was read, and cut into blocks of `size` tokens."""
+        """Records plain text that is cut into blocks of `size` tokens."""
         self.called = "blocks of text"
         for number in range(1, blocks + 1):
             self.row(f"{self.source}, block {number}", {})
@@ -139,20 +139,19 @@ class Receipt:
             self.cut(f"one text cut into blocks of at most {size} tokens", count=blocks)
 
     def use(self, use: Use, items: Sequence[Item]) -> None:
-        """What rows have become that have this use: `items.of_texts` and others."""
+        """Records a use of rows, with their items (`items.of_texts` and others)."""
         self.parts[use] = Part(items)
 
     @property
     def places(self) -> list[str]:
-        """File and line of each row that is left, in the order of the file."""
+        """The file and line of each remaining row, in the order of the file."""
         return [where for where, count in self._rows.items() for _ in range(count)]
 
     def to_json(self) -> dict[str, Any]:
-        """All of it but the example.
+        """Returns the receipt without its example, for data.json.
 
         Raises:
-          AssertionError: a row that is left has no use, or one that is used was not
-            read: somebody left rows out, or used them twice, without telling.
+          AssertionError: rows read differ from rows used plus rows left out.
         """
         used = sum(part.rows for part in self.parts.values())
         left_out = sum(tally.count for tally in self._left_out.values())
@@ -178,7 +177,7 @@ class Receipt:
         }
 
     def example(self, *, decode: Decode) -> list[dict[str, Any]]:
-        """The first row of the first use, in pieces that are learned or not."""
+        """Returns the first row of the first use, in pieces that are learned or not."""
         parts = [part for part in self.parts.values() if part.rows]
         return parts[0].example(decode=decode) if parts else []
 
@@ -198,22 +197,22 @@ class Receipts:
     """The receipts of all sources of a run."""
 
     def __init__(self) -> None:
-        """There is no source yet."""
+        """Starts without a source."""
         self._sources: list[Receipt] = []
 
     def source(self, name: str, source: str, *, called: str = "rows") -> Receipt:
-        """The receipt of another source; arguments as those of `Receipt`."""
+        """Adds the receipt of another source; arguments as for `Receipt`."""
         receipt = Receipt(name, source, called=called)
         self._sources.append(receipt)
         return receipt
 
     def to_json(self, *, decode: Decode, unprompted: Tokens = ()) -> dict[str, Any]:
-        """What data.json holds.
+        """Returns the content of data.json.
 
         Args:
-          decode: token ids to text, special tokens kept.
-          unprompted: tokens of a prompt without text, such as BOS, which rows do not
-            share.
+          decode: token ids -> text, with special tokens.
+          unprompted: tokens of a prompt without text, such as BOS, which do not count
+            as a shared prompt.
         """
         training = [
             source.parts["training"]

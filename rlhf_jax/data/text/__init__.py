@@ -1,4 +1,4 @@
-"""The text contract: what a text is as tokens, and what tokens are as text."""
+"""The text contract: how text becomes tokens and tokens become text."""
 
 from rlhf_jax.data.text.contract import TextContract
 from rlhf_jax.data.text.messages import Question, Written, read_question

@@ -1,4 +1,4 @@
-"""The text that a chat template makes of a conversation.
+"""Renders conversations with a chat template.
 
     prompt    [{"role": "user", "content": "Hi"}]
     response  [{"role": "assistant", "content": "Hello"}], or "Hello"
@@ -6,9 +6,9 @@
     tokens    <|im_start|>user⏎Hi<|im_end|>⏎<|im_start|>assistant⏎Hello<|im_end|>
               |------------------- prompt -----------------------|-- response --|
 
-The tokens are the template's, BOS included, so the tokenizer adds none. A response ends
-where a sampled one does, with the first of the model's stop ids: what the template
-writes after it (⏎ here) begins the next turn, and no model is asked to write that.
+The template writes all tokens, BOS included, so the tokenizer adds none. A response
+ends where a sampled one does, with the first of the model's stop ids. Text that the
+template writes after it (⏎ here) belongs to the next turn and is not learned.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from rlhf_jax.functional.checks import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Templates write today's date, by a variable (Llama 3) or by a function: tomorrow the
-# same run would read other prompts. This is what Llama's falls back to.
+# Templates write today's date, by a variable (Llama 3) or a function, so prompts would
+# change from day to day. This date is the default of Llama's template.
 DATE = "26 Jul 2024"
-CONTINUED = "continue_final_message"  # of `render_jinja_template`
+CONTINUED = "continue_final_message"  # argument of `render_jinja_template`
 FIXED = f"{{% macro strftime_now(format) %}}{DATE}{{% endmacro %}}"
 
 
@@ -43,13 +43,13 @@ def render(
     where: str,
     continued: bool = False,
 ) -> str:
-    """The template's text; it asks for a response unless the last message is one.
+    """Renders a conversation; asks for a response unless the last message is one.
 
     Args:
-      continued: whether the last message goes on, so that nothing ends it.
+      continued: whether the last message is unfinished, so that no token ends it.
 
     Raises:
-      InputError: there is no template, or it does not take such messages.
+      InputError: there is no template, or it rejects the messages.
     """
     asks = messages[-1]["role"] != ASSISTANT and not continued
     variables = {CONTINUED: True} if continued else {}
@@ -67,11 +67,11 @@ def render_all(
     where: str,
     variables: Mapping[str, Any],
 ) -> list[str]:
-    """The template's texts of conversations of a row.
+    """Renders conversations of one row.
 
     Args:
-      asks: whether the template asks for a response at the end of each.
-      variables: what the template reads besides, of `messages.variables`.
+      asks: for each, whether the template asks for a response at the end.
+      variables: further inputs of the template, from `messages.variables_of`.
 
     Raises:
       InputError: as `render`.
@@ -103,7 +103,7 @@ def render_all(
     try:
         return templates.write(
             FIXED + template,
-            # As `apply_chat_template` has it: templates know absent keys, not null.
+            # As in `apply_chat_template`: templates test for absent keys, not null.
             [
                 [
                     {key: value for key, value in message.items() if value is not None}
@@ -129,14 +129,14 @@ def render_all(
 
 @functools.lru_cache
 def _names(template: str) -> frozenset[str]:
-    """The names that a template reads, or may: no texts, and no fields of others."""
+    """Returns the names that a template may read, not texts or fields of others."""
     try:
         tokens = [
             (kind, value)
             for _, kind, value in jinja2.Environment(autoescape=False).lex(template)
             if kind != "whitespace"
         ]
-    except jinja2.TemplateError:  # which is said when it is to write
+    except jinja2.TemplateError:  # reported when the template is rendered
         return frozenset(re.findall(r"\w+", template))
     before = [("", ""), *tokens]
     return frozenset(
@@ -147,12 +147,12 @@ def _names(template: str) -> frozenset[str]:
 
 
 def check_written(whole: str, *, beginning: str, content: str, where: str) -> None:
-    """InputError unless the template writes a turn as it asks for one.
+    """Raises InputError unless the template writes a turn as it asks for one.
 
     Args:
-      whole: its text of the conversation.
-      beginning: its text up to that turn, and its request for the turn.
-      content: what the assistant says in it.
+      whole: the text of the conversation.
+      beginning: the text before the turn, with the request for the turn.
+      content: the content of the turn.
     """
     if not whole.startswith(beginning):
         at = len(os.path.commonprefix([whole, beginning]))  # noqa: RUF071
@@ -163,11 +163,11 @@ def check_written(whole: str, *, beginning: str, content: str, where: str) -> No
             " conversation with its response as it writes the prompt, and a turn as it"
             " asks for one"
         )
-    said = content.strip()
-    first, line_end, others = said.partition("\n")
+    turn = content.strip()
+    first, line_end, others = turn.partition("\n")
     if line_end and beginning.endswith(first + line_end):
-        said = others.strip()  # a template may ask for a turn with "<think>" (Qwen 3.5)
-    if said not in whole[len(beginning) :]:
+        turn = others.strip()  # a template may ask for a turn with "<think>" (Qwen 3.5)
+    if turn not in whole[len(beginning) :]:
         raise InputError(
             f"{where}: expected a chat template that writes the whole response, got one"
             f" that leaves out a part of {content!r:.60}; use a template that keeps it,"
@@ -183,15 +183,15 @@ def turn_size(
     last: bool,
     where: str,
 ) -> int:
-    """How many tokens a turn of the assistant has, up to its first stop token.
+    """Counts the tokens of a turn of the assistant, up to its first stop token.
 
     Args:
-      tokens: from the turn on.
+      tokens: the tokens from the turn on.
       stop_ids: tokens that end a response.
       last: whether nothing but white space may follow.
 
     Raises:
-      InputError: the turn does not end with a stop token, or holds one inside.
+      InputError: the turn does not end with a stop token, or contains another one.
     """
     end = next((i for i, token in enumerate(tokens, 1) if token in stop_ids), None)
     if end is None:
@@ -215,5 +215,5 @@ def turn_size(
 
 
 def shown(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """Tokens for a person: their texts and ids."""
+    """Formats tokens for an error: their texts and ids."""
     return ", ".join(f"{tokenization.decode(tokenizer, [i])!r} ({i})" for i in ids)

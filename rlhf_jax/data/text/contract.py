@@ -1,23 +1,24 @@
 """The text contract: the only place where text becomes tokens and tokens become text.
 
-    prompt      [BOS] Q: 2+2? A:       what the tokenizer puts in front, never behind
-    response    4 EOS                  the tokens that it has in "Q: 2+2? A: 4"
+    prompt      [BOS] Q: 2+2? A:       the tokenizer's prefix, but no suffix
+    response    4 EOS                  the tokens that follow in "Q: 2+2? A: 4"
 
-Every trainer, reward, verifier, environment and evaluation goes by these rules:
+Every trainer, reward, verifier, environment and evaluation follows these rules:
 
 1. Tokens decode to the text that was written. A prompt has the tokens that it has
    alone, as when a response to it is sampled. A response has those of prompt +
    response past the prompt's. Where the tokenizer merges across the border (the prompt
    ends in " ", the response begins with "4", and " 4" is one token), the prompt keeps
    its own tokens, and the response has those that continue it.
-2. BOS stands once. Nothing that the tokenizer puts behind a text ends a prompt. A
-   response ends with one stop token and holds no other. Written by hand, a stop token
-   at the end of a response is this one, and a BOS at the beginning of a plain prompt is
-   that one, unless it is a stop token, too, which the tokenizer puts nowhere.
+2. BOS and stop tokens are never duplicated. A prompt has at most one BOS, and none of
+   the tokens that the tokenizer appends. A response ends with one stop token and holds
+   no other. A stop token that is written at the end of a response counts as this one,
+   and a BOS written at the beginning of a plain prompt as that one, unless the BOS is
+   also a stop token and the tokenizer does not prepend it.
 3. Text never becomes a control token (`control`), unless the row asks for the token by
-   its name. Of a response tags such as <think> and </think> are tokens.
-4. What a reward reads of a response is cut by token id at its stop token. Padding, BOS
-   and stop tokens are left out, and every other special token is kept.
+   name. In a response, tags such as <think> and </think> are tokens.
+4. A reward reads a response up to its stop token, found by token id, without padding,
+   BOS and stop tokens, but with every other special token.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class TextContract:
-    """Texts to tokens, for one tokenizer and one model."""
+    """Turns texts into tokens, for one tokenizer and one model."""
 
     def __init__(
         self,
@@ -52,12 +53,12 @@ class TextContract:
         stop_ids: Sequence[int] | None = None,
         receipt: Receipt | None = None,
     ) -> None:
-        """Of a tokenizer.
+        """Makes the contract of a tokenizer.
 
         Args:
-          stop_ids: tokens that end a response, of which the first is given to a text
-            without one; None is the tokenizer's EOS.
-          receipt: is told of rows whose texts hold the text of a control token.
+          stop_ids: tokens that end a response; a response without one gets the first.
+            None is the tokenizer's EOS.
+          receipt: notes the rows whose texts contain that of a control token.
         """
         self.tokenizer = tokenizer
         eos = tokenizer.eos_token_id
@@ -69,7 +70,7 @@ class TextContract:
 
     @functools.cached_property
     def _conversations(self) -> Conversations:
-        # Here and below: plain texts need no chat template.
+        # Imported late, here and below: plain texts need no chat template.
         from rlhf_jax.data.text.conversations import Conversations
 
         return Conversations(
@@ -86,15 +87,15 @@ class TextContract:
 
     @property
     def prefix(self) -> list[int]:
-        """What the tokenizer puts in front of a text, as BOS."""
+        """The tokens that the tokenizer prepends to a text, such as BOS."""
         return self._joining.prefix
 
     def prompts(self, questions: Sequence[Question]) -> list[list[int]]:
-        """The tokens of prompts, BOS included, up to where a response begins.
+        """Returns the tokens of prompts, BOS included, up to where a response begins.
 
         Raises:
-          InputError: messages that the chat template does not take, or a row that asks
-            for a token that the tokenizer does not have; names file and line.
+          InputError: the chat template rejects the messages, or a row asks for a token
+            that the tokenizer does not have; names file and line.
         """
         pieces, heads = [], []
         for question in progress.track(
@@ -117,16 +118,17 @@ class TextContract:
         *,
         prompts: Sequence[Sequence[int]],
     ) -> list[list[int]]:
-        """The tokens of responses to `questions`, each with one stop token at its end.
+        """Returns the tokens of responses, each with one stop token at its end.
 
         Args:
-          written: texts; to messages also messages of one turn of the assistant.
-          prompts: of `prompts`.
+          written: the responses: texts, or one message of the assistant if the prompt
+            is a conversation.
+          prompts: the tokens of the prompts, from `prompts`.
 
         Raises:
-          InputError: a plain text holds a stop token inside, or the chat template does
-            not end a response with a stop token, or leaves out a part of it; or a
-            response to a text is of messages.
+          InputError: a plain text contains a stop token before its end; the chat
+            template does not end a response with a stop token, or leaves out a part of
+            it; or the prompt is a text and the response messages.
         """
         plain = [i for i, question in enumerate(questions) if not question.is_chat]
         of_plain = self._plain_responses(
@@ -146,12 +148,12 @@ class TextContract:
         *,
         turns: Sequence[Sequence[int] | None],
     ) -> list[Text]:
-        """Prompts with their responses, and which tokens of them are learned.
+        """Encodes prompts with their responses, and marks the tokens that are learned.
 
         Args:
-          written: responses, as `responses` takes them.
-          turns: of each conversation the messages that are learned, counted from its
-            first; None for a plain text, and for a conversation's last turn alone.
+          written: the responses, as for `responses`.
+          turns: for each conversation the indices of the messages that are learned;
+            None for a plain text, and to learn a conversation's last turn only.
 
         Raises:
           InputError: as `prompts` and `responses`.
@@ -169,34 +171,33 @@ class TextContract:
     def between(
         self, question: Question, *, chat: bool, room: int | None = None
     ) -> list[int]:
-        """The tokens between a sampled stop token and the next response.
+        """Returns the tokens between a sampled stop token and the next response.
 
         Args:
-          question: what was observed, read as its row says; a plain text is a message
-            of the user with `chat`.
-          chat: whether the chat template writes it.
-          room: tokens beyond which it need not be encoded; None is no such limit.
+          question: the observation, with its row's settings; with `chat` a plain text
+            is a message of the user.
+          chat: whether the chat template writes the observation.
+          room: the most tokens; None is no limit.
 
         Raises:
-          InputError: messages that the template does not take after a turn of the
-            assistant.
-          OutOfRoom: what was observed has more tokens.
+          InputError: the template rejects the messages after a turn of the assistant.
+          OutOfRoom: the observation has more than `room` tokens.
         """
         if not chat:
             pieces = self._pieces.of_observation(str(question.written), question)
             return self._joining.follow(pieces, after=self.stop_ids[:1], room=room)
         ids = iter(self._conversations.observation(question, room=room))
-        for number in ids:  # what the template writes up to its stop token is sampled
+        for number in ids:  # the stop token of the turn before was sampled already
             if number in self.stop_ids:
                 break
         return [*ids]
 
     def turn(self, text: str, *, behind: Question, after: Sequence[int]) -> list[int]:
-        """The tokens of a plain response within an episode, its stop token included.
+        """Returns the tokens of a plain response in an episode, stop token included.
 
         Args:
-          behind: what was observed before it.
-          after: all tokens before it.
+          behind: the observation that precedes the response.
+          after: all tokens before the response.
 
         Raises:
           InputError: as `responses`.
@@ -213,10 +214,10 @@ class TextContract:
         return self._ended(ids, stop=stop, where=behind.where, text=text)
 
     def chat_turn(self, text: str, *, question: Question) -> list[int]:
-        """The tokens of a response as the chat template writes it, whatever precedes.
+        """Returns the tokens of a response in a conversation, whatever precedes it.
 
         Args:
-          question: the row that it is of.
+          question: the row of the response.
 
         Raises:
           InputError: as `responses`.
@@ -228,13 +229,13 @@ class TextContract:
         return list(example.response)
 
     def written(self, text: str, *, special: bool = True) -> list[int]:
-        """The tokens of a text that is written for the tokenizer, as a template's is.
+        """Returns the tokens of a text in which control tokens are tokens.
 
-        What stands in it as a control token is that token. Files of plain text
-        separate their documents by such.
+        Such texts are written by a template, or in files of plain text, which separate
+        documents by control tokens.
 
         Args:
-          special: whether the tokenizer's own tokens, as BOS, stand in front.
+          special: whether to prepend the tokenizer's prefix, such as BOS.
         """
         (ids,) = tokenization.encode(self.tokenizer, [text], special=False)
         return [*self._joining.prefix, *ids] if special else ids
@@ -242,14 +243,14 @@ class TextContract:
     def rendered(
         self, conversation: Sequence[Message], *, continued: bool = False
     ) -> str:
-        """The chat template's text of a conversation, for `written`.
+        """Renders a conversation with the chat template, for `written`.
 
         Args:
-          continued: whether the last message goes on; otherwise a response is asked
-            for, unless the last message is one.
+          continued: whether the last message is unfinished. If not, and the last
+            message is not a response, the text asks for one.
 
         Raises:
-          InputError: messages that the template does not take.
+          InputError: the template rejects the messages.
         """
         from rlhf_jax.data.text import chat
 
@@ -264,7 +265,7 @@ class TextContract:
         *,
         turns: Sequence[Sequence[int] | None],
     ) -> dict[int, Text]:
-        """The conversations among some questions, by their places; as `examples`."""
+        """Encodes the conversations among the questions; {index of question: text}."""
         chats = [i for i, question in enumerate(questions) if question.is_chat]
         conversations, learned = [], []
         for i in chats:
@@ -280,7 +281,7 @@ class TextContract:
         return dict(zip(chats, examples, strict=True))
 
     def _plain_prompt(self, question: Question) -> tuple[list[int], list[str]]:
-        """(the tokens in front of the text, the text in pieces)."""
+        """Returns (the tokens before the text, the pieces of the text)."""
         first, *others = question.template.split(PLACE)
         text, head = str(question.written), self._joining.prefix
         if first:
@@ -295,7 +296,7 @@ class TextContract:
         return head, pieces
 
     def _without_bos(self, text: str, head: list[int]) -> tuple[str, list[int]]:
-        """A text without the BOS that was written at its beginning, and what begins."""
+        """Removes a written BOS from a text; returns (text, tokens before the text)."""
         bos = self.tokenizer.bos_token_id
         if bos not in head and (not isinstance(bos, int) or bos in self.stop_ids):
             return text, head
@@ -325,33 +326,29 @@ class TextContract:
             ],
             special=False,
         )
-        return [
-            self._ended(
-                self._joining.behind(
-                    pieces,
-                    after=prompt,
-                    size=len(prompt) - len(head),
-                    joined=whole if len(body) == 1 else None,
-                ),
-                stop=stop,
-                where=question.where,
-                text=text,
-            )
-            for (head, body), (
+        rows = progress.track(
+            zip(before, parts, prompts, joined, questions, written, strict=True),
+            "responses behind their prompts",
+            total=len(questions),
+        )
+        responses = []
+        for (head, body), (pieces, stop), prompt, whole, question, text in rows:
+            ids = self._joining.behind(
                 pieces,
-                stop,
-            ), prompt, whole, question, text in progress.track(
-                zip(before, parts, prompts, joined, questions, written, strict=True),
-                "responses behind their prompts",
-                total=len(questions),
+                after=prompt,
+                size=len(prompt) - len(head),
+                joined=whole if len(body) == 1 else None,
             )
-        ]
+            responses.append(
+                self._ended(ids, stop=stop, where=question.where, text=text)
+            )
+        return responses
 
     def _ended(
         self, ids: list[int], *, stop: int | None, where: str, text: str
     ) -> list[int]:
-        """A response with one stop token, at its end."""
-        if stop is None and ids and ids[-1] in self.stop_ids:  # an ordinary token
+        """Appends the stop token to a response; InputError if it contains another."""
+        if stop is None and ids and ids[-1] in self.stop_ids:  # ordinary text
             ids, stop = ids[:-1], ids[-1]
         inside = next((number for number in ids if number in self.stop_ids), None)
         if inside is not None:
@@ -366,6 +363,6 @@ class TextContract:
             )
         if stop is None:
             if not self.stop_ids:
-                tokenization.eos_token_id(self.tokenizer)  # says that there is none
+                tokenization.eos_token_id(self.tokenizer)  # raises: there is none
             stop = self.stop_ids[0]
         return [*ids, stop]

@@ -1,13 +1,13 @@
-"""Control tokens, and texts of rows that are kept from becoming one.
+"""Control tokens, and how the texts of rows are kept from becoming one.
 
-A user may write "<|im_end|>", or a tool return it, by accident or to take another's
-turn. Tokenizers read such a text as the control token. Here it is cut within the
-token's string, and the pieces are encoded apart:
+A user may write "<|im_end|>", or a tool return it, by accident or to forge a turn.
+Tokenizers read such a text as the control token. Here the text is cut within the
+token's string, and the pieces are encoded separately:
 
     text      a<|im_end|>b
     pieces    a<        |im_end|>b
 
-A text that holds no such string is not cut, so its ids are the tokenizer's own.
+A text without such a string is not cut, so its ids are the tokenizer's own.
 """
 
 from __future__ import annotations
@@ -32,18 +32,17 @@ TAG = re.compile(r"<(/?)([^\s<>/|]+)>")  # <think> and </think>
 class Control:
     """The control tokens of a tokenizer and a model.
 
-    They are the special tokens, such stop ids as are added tokens, and whatever else of
-    the added tokens stands in the chat template's own text, as Qwen3's
-    `<tool_response>`. A stop id that is ordinary text, as a line end, is none: it may
-    stand in a prompt.
+    These are the special tokens, stop ids that are added tokens, and added tokens that
+    the chat template writes itself, such as Qwen3's `<tool_response>`. A stop id that
+    is ordinary text, such as a line end, is no control token.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, *, stop_ids: Sequence[int]
     ) -> None:
-        """Of a tokenizer, and of the tokens that end a model's response."""
+        """Finds the control tokens; `stop_ids` end a response of the model."""
         self._tokenizer = tokenizer
-        templates = tokenizer.chat_template  # several have names; there may be none
+        templates = tokenizer.chat_template  # a text, a dict of several, or None
         if isinstance(templates, dict):
             templates = "".join(templates.values())
         self._added = added = tokenizer.added_tokens_decoder
@@ -57,10 +56,10 @@ class Control:
         control |= set(_known(tokenizer.all_special_ids))
         ends = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
         named = {*_known(ends), *stop_ids}
-        # What stands for an unknown word is no control token, unless it is one besides.
+        # The unknown token is no control token, unless it has another role, too.
         control -= set(_known([tokenizer.unk_token_id])) - named
         self.ids = frozenset(control)
-        # One of a pair may be no control token: a template may read "</think>" alone.
+        # Only one tag of a pair need be a control token: templates read "</think>".
         names = {token.content: number for number, token in added.items()}
         matches = {text: TAG.fullmatch(text) for text in names}
         self.tags = frozenset(
@@ -71,10 +70,10 @@ class Control:
             and f"<{'' if tag[1] else '/'}{tag[2]}>" in names
             and names[text] not in named
         )
-        """Tags as <think> and </think>: control tokens that a response may hold."""
+        """Tags like <think> and </think>: control tokens that responses may contain."""
 
     def texts(self, number: int) -> set[str]:
-        """How a token may be written."""
+        """Returns the texts that may stand for a token."""
         texts = {tokenization.decode(self._tokenizer, [number])}
         if number in self._added:
             texts.add(self._added[number].content)
@@ -82,11 +81,11 @@ class Control:
 
     @functools.lru_cache  # noqa: B019  # as many as rows ask for by name
     def cutter(self, allowed: frozenset[int] = frozenset()) -> Cutter:
-        """What cuts all control tokens but these."""
+        """Returns the cutter of all control tokens that are not allowed."""
         ids = self.ids - allowed
         texts = {text for number in ids for text in self.texts(number)}
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        # Tokens that the tokenizer finds in a text as it is, by their own string.
+        # Whether each token only arises from its own string, unchanged by a normalizer.
         literal = all(number in self._added for number in ids) and (
             (backend is not None and backend.normalizer is None)
             or (
@@ -98,7 +97,7 @@ class Control:
 
 
 class Cutter:
-    """Cuts texts so that no piece holds one of some control tokens."""
+    """Cuts texts so that no piece contains one of some control tokens."""
 
     def __init__(
         self,
@@ -108,32 +107,33 @@ class Cutter:
         texts: Iterable[str],
         literal: bool,
     ) -> None:
-        """For tokens that are written as `texts`.
+        """Makes a cutter of tokens that `texts` may stand for.
 
-        Where `literal` nothing else becomes one of them; else the tokenizer is asked.
+        If not `literal`, other texts may become such tokens, so texts are encoded.
         """
         self._tokenizer, self._ids, self._literal = tokenizer, ids, literal
         longest = sorted(texts, key=len, reverse=True)
         self._beginnings = {text[:2] for text in longest}
-        # Looking ahead finds those that overlap, too.
+        # A lookahead also finds matches that overlap.
         self._regex = re.compile(f"(?=({'|'.join(map(re.escape, longest)) or '(?!)'}))")
 
     def first(self, text: str) -> int:
-        """Where the first text of a token begins, or the text's length."""
+        """Returns the position of the first control token, else the text's length."""
         match = self._regex.search(text)
         return len(text) if match is None else match.start()
 
     def named(self, text: str) -> str:
-        """The first token whose text stands in a text; "" where there is none."""
+        """Returns the first control token in a text; "" if there is none."""
         match = self._regex.search(text)
         return "" if match is None else match[1]
 
     def pieces(self, text: str) -> list[str]:
-        """The text in pieces that, encoded apart, hold none of the tokens.
+        """Cuts a text into pieces that, encoded separately, contain no control token.
 
         Returns:
-          One piece, the text itself, where it held none. A character that is a control
-          token by itself cannot be cut and is left out; `RowPieces` refuses such rows.
+          The text itself as one piece if it contains none. A character that is a
+          control token by itself cannot be cut and is dropped; `RowPieces` rejects
+          such rows.
         """
         if self._is_ordinary(text):
             return [text]
@@ -145,9 +145,9 @@ class Cutter:
         return [part for piece in pieces for part in self._halved(piece)]
 
     def _halved(self, text: str) -> list[str]:
-        """A text in halves of halves that hold none of the tokens.
+        """Halves a text until no part contains a control token.
 
-        Tokenizers may read other characters as those of a token's string.
+        Needed for texts that a normalizer turns into the string of a token.
         """
         if self._is_ordinary(text):
             return [text]
@@ -176,39 +176,39 @@ class RowPieces:
         stop_ids: Sequence[int],
         receipt: Receipt | None,
     ) -> None:
-        """Of a tokenizer; arguments as those of `TextContract`."""
+        """Takes the arguments of `TextContract`."""
         self._tokenizer, self._stop_ids, self._receipt = tokenizer, stop_ids, receipt
         self._dropped: set[tuple[str, str]] = set()
         self.control = Control(tokenizer, stop_ids=stop_ids)
 
     def of_others(self, text: str, question: Question) -> list[str]:
-        """What a user, a tool or the author of a prompt wrote; at least one piece."""
+        """Cuts the text of a user, a tool or a prompt; returns at least one piece."""
         return self._cut(
             text, self.control.cutter(self.control_ids(question)), question
         )
 
     def of_observation(self, text: str, question: Question) -> list[str]:
-        """What an environment wrote, of which no receipt is told."""
+        """Cuts the text of an environment, which the receipt does not note."""
         return self.control.cutter(self.control_ids(question)).pieces(text)
 
     def of_response(
         self, text: str, question: Question
     ) -> tuple[list[str], int | None]:
-        """A response; at least one piece.
+        """Cuts a response.
 
         Returns:
-          Pieces, and the stop token that was written at the end by hand.
+          At least one piece, and the stop token written at the end, None if none.
         """
         text, stop = self.without_stop(text)
         return self.of_assistant(text, question), stop
 
     def of_assistant(self, text: str, question: Question) -> list[str]:
-        """What stands in a turn of the assistant, which may hold tags."""
+        """Cuts the text of an assistant's turn, which may contain tags."""
         allowed = self.control.tags | self.control_ids(question)
         return self._cut(text, self.control.cutter(allowed), question)
 
     def control_ids(self, question: Question) -> frozenset[int]:
-        """The control tokens that a row asks for by name, which the tokenizer has."""
+        """Returns the tokens that a row names; InputError if one does not exist."""
         if not question.control:
             return frozenset()
         vocabulary = self._tokenizer.get_vocab()
@@ -222,7 +222,7 @@ class RowPieces:
         return frozenset(vocabulary[name] for name in question.control)
 
     def without_stop(self, text: str) -> tuple[str, int | None]:
-        """A response without the stop token that was written at its end, and that."""
+        """Splits a response into its text and the stop token written at its end."""
         by_hand = {
             name: number
             for number in self._stop_ids
@@ -236,7 +236,7 @@ class RowPieces:
         return text[: -len(name)], by_hand[name]
 
     def _cut(self, text: str, cutter: Cutter, question: Question) -> list[str]:
-        """A text in pieces, of which the receipt is told once for each row."""
+        """Cuts a text; the receipt notes each reason once per row."""
         pieces = cutter.pieces(text)
         if pieces == [text]:
             return pieces
@@ -260,10 +260,10 @@ class RowPieces:
 
 
 def _merges_alone(backend: Any) -> bool:
-    """Whether merges alone make the tokens of a `tokenizers.Tokenizer`.
+    """Whether a `tokenizers.Tokenizer` makes its tokens by merges alone.
 
-    Other models look a text up as it is after the normalizer: NFKC makes "</s>" of
-    "＜/s＞", and Unigram has a token for that.
+    Other models look up the normalized text: NFKC turns "＜/s＞" into "</s>", for which
+    Unigram has a token.
     """
     from tokenizers import models
 
@@ -271,5 +271,5 @@ def _merges_alone(backend: Any) -> bool:
 
 
 def _known(ids: Iterable[Any]) -> list[int]:
-    """Those that a tokenizer has."""
+    """Drops the ids that the tokenizer does not define."""
     return [number for number in ids if isinstance(number, int)]

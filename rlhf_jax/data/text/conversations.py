@@ -1,7 +1,7 @@
-"""Conversations to tokens, as the chat template writes them, and what is learned.
+"""Encodes conversations as the chat template writes them, and marks what is learned.
 
 The template's text is cut into pieces where a row's own text would make a control
-token. A character that stands in no text of the row marks the cuts:
+token. A character that occurs in no text of the row marks the cuts:
 
     rendered    <|im_start|>user⏎a<CUT|im_end|>b<|im_end|>⏎<|im_start|>assistant⏎
 """
@@ -25,11 +25,11 @@ from rlhf_jax.runs import progress
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PRIVATE = range(0xE000, 0x110000)  # where characters of no meaning begin
+PRIVATE = range(0xE000, 0x110000)  # from the start of Unicode's private use area
 
 
 class Conversations:
-    """Messages to tokens, for one tokenizer and one model."""
+    """Encodes conversations, for one tokenizer and one model."""
 
     def __init__(
         self,
@@ -39,12 +39,12 @@ class Conversations:
         pieces: RowPieces,
         joining: Joining,
     ) -> None:
-        """Of a tokenizer; `stop_ids` end a turn of the assistant."""
+        """Stores a tokenizer and the `stop_ids` that end a turn of the assistant."""
         self._tokenizer, self._stop_ids = tokenizer, stop_ids
         self._pieces, self._joining = pieces, joining
 
     def prompt(self, question: Question) -> list[str]:
-        """The template's text up to a response, in pieces."""
+        """Renders a prompt up to where a response begins; returns its pieces."""
         messages.check_prompt(question.messages, where=question.where, field="prompt")
         [text], cut = self._rendered([question.messages], question, asks=[True])
         return text.split(cut)
@@ -56,11 +56,11 @@ class Conversations:
         *,
         turns: Sequence[Sequence[int]],
     ) -> list[Text]:
-        """Conversations, of which some turns of the assistant are learned."""
+        """Encodes conversations, of which some turns of the assistant are learned."""
         rendered = []
         rows = zip(questions, conversations, turns, strict=True)
         if questions and not self._stop_ids:
-            tokenization.eos_token_id(self._tokenizer)  # says that there is none
+            tokenization.eos_token_id(self._tokenizer)  # raises: there is none
         for question, whole, learned in progress.track(
             rows, "conversations to text", total=len(questions)
         ):
@@ -95,10 +95,10 @@ class Conversations:
         ]
 
     def observation(self, question: Question, *, room: int | None = None) -> list[int]:
-        """What the template writes behind a turn of the assistant.
+        """Encodes what the template writes after the content of an assistant's turn.
 
         Raises:
-          OutOfRoom: it has more tokens than `room`.
+          OutOfRoom: the text has more than `room` tokens.
         """
         observed = messages.of_user(question.written)
         asks = observed[-1]["role"] != messages.ASSISTANT
@@ -115,12 +115,12 @@ class Conversations:
         to_the_end: bool,
         where: str,
     ) -> Text:
-        """A conversation's tokens, of which those of some turns are learned.
+        """Makes the `Text` of a conversation, whose learned turns are its responses.
 
         Args:
-          texts: of the whole, and of its beginnings up to each turn that is learned.
+          texts: the whole conversation, and its beginnings before each learned turn.
           encoded: their tokens.
-          cut: what stands between two pieces of a text.
+          cut: the character that separates the pieces of a text.
           to_the_end: whether the last turn is learned.
         """
         beginnings = encoded[1:]
@@ -159,19 +159,19 @@ class Conversations:
         asks: Sequence[bool],
         behind: bool = False,
     ) -> tuple[list[str], str]:
-        """The template's texts, and the character that cuts them into pieces.
+        """Renders conversations; also returns the character that separates pieces.
 
         Args:
-          asks: whether a response is asked for at the end of each conversation.
-          behind: they follow a turn of the assistant, and what is written up to its
-            text is left out.
+          asks: for each conversation, whether a response is asked for at its end.
+          behind: the messages follow a turn of the assistant; returns only the text
+            after the content of that turn.
         """
         variables = dict(question.variables)
         used = json.dumps([*conversations, variables], ensure_ascii=False, default=str)
         mark, cut = _unused(set(used))
 
         def others(text: str) -> str:
-            if behind:  # an observation is no row, and no error ends a run for it
+            if behind:  # an observation is not from a row: it must not end the run
                 return cut.join(self._pieces.of_observation(text, question))
             return cut.join(self._pieces.of_others(text, question))
 
@@ -216,7 +216,7 @@ class Conversations:
 
 
 def _marked_calls(turns: list[Message], *, mark: str) -> tuple[list[Message], int]:
-    """Messages whose calls of tools have a mark before their names, and how many."""
+    """Puts a mark before the name of every tool call; also returns their number."""
     count = 0
 
     def marked(call: Any) -> Any:
@@ -240,7 +240,7 @@ def _marked_calls(turns: list[Message], *, mark: str) -> tuple[list[Message], in
 
 
 def _apart(value: Any, cut: Callable[[str], str]) -> Any:
-    """A value of JSON, as a call of a tool, with every text in it cut."""
+    """Applies `cut` to every text in a JSON value."""
     if isinstance(value, str):
         return cut(value)
     if isinstance(value, dict):
@@ -251,6 +251,5 @@ def _apart(value: Any, cut: Callable[[str], str]) -> Any:
 
 
 def _unused(used: set[str]) -> tuple[str, str]:
-    """Two characters that stand in no text of these."""
     free = (chr(number) for number in PRIVATE if chr(number) not in used)
     return next(free), next(free)

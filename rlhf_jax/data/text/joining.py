@@ -1,4 +1,4 @@
-"""Texts in pieces to tokens, and what a text's tokens are behind another text."""
+"""Encodes texts in pieces, and texts that follow other texts."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ from rlhf_jax.data.text.control import Control
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PROBES = ("a", "0", "x", ".", "\n", "the")  # texts that most tokenizers have tokens for
-ANCHORS = ("\n", ".", "a", "0", " ")  # what a text in the middle may follow
-CONTEXT = 8  # tokens before a text: more than any character is made of
+PROBES = ("a", "0", "x", ".", "\n", "the")  # texts that most tokenizers can encode
+ANCHORS = ("\n", ".", "a", "0", " ")  # texts that are put before a text to encode it
 
 
 class OutOfRoom(Exception):
-    """A text has more tokens than there is room for; the others are not encoded."""
+    """A text has more tokens than there is room for; its remainder is not encoded."""
 
 
 class Joining:
-    """The tokens of texts that begin, or that follow others, of one tokenizer."""
+    """Encodes texts that begin or follow others, for one tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, control: Control) -> None:
-        """Of a tokenizer and its control tokens."""
+        """Stores a tokenizer and its control tokens."""
         self._tokenizer, self._control = tokenizer, control
 
     @functools.cached_property
     def prefix(self) -> list[int]:
-        """What the tokenizer puts in front of a text, as BOS."""
+        """The tokens that the tokenizer prepends to a text, such as BOS."""
         for probe in itertools.chain(PROBES, self._own_texts()):
             try:
                 (plain,) = tokenization.encode(self._tokenizer, [probe], special=False)
@@ -44,7 +43,7 @@ class Joining:
         return []
 
     def _own_texts(self) -> Iterator[str]:
-        """Of a few of the tokenizer's tokens, which need not have any of PROBES."""
+        """Decodes a few tokens; the tokenizer may have a token for none of PROBES."""
         ids = sorted(set(self._tokenizer.get_vocab().values()) - self._control.ids)
         for number in ids[:4]:
             yield tokenization.decode(self._tokenizer, [number])
@@ -52,10 +51,10 @@ class Joining:
     def encode(
         self, texts: Sequence[Sequence[str]], *, room: int | None = None
     ) -> list[list[int]]:
-        """Tokens of texts in pieces, of which none becomes a control token.
+        """Encodes texts in pieces, so that no text becomes a control token.
 
         Raises:
-          OutOfRoom: a text has more tokens than `room` behind its first piece.
+          OutOfRoom: a text has more than `room` tokens after its first piece.
         """
         firsts = [pieces[0] for pieces in texts]
         encoded = tokenization.encode(self._tokenizer, firsts, special=False)
@@ -72,13 +71,14 @@ class Joining:
         size: int,
         joined: list[int] | None,
     ) -> list[int]:
-        """The tokens of a text, in pieces, that follows another: rule 1.
+        """Encodes a text that follows another by rule 1 of the text contract.
 
         Args:
-          after: all tokens before it.
-          size: how many of these are of the text before it.
-          joined: the tokens of that text and the first of `pieces` as one text; None
-            where they stand apart.
+          pieces: the pieces of the text.
+          after: all tokens before the text.
+          size: how many of these belong to the text before it.
+          joined: the tokens of the text before and the first piece as one text; None if
+            they must be encoded separately.
         """
         if joined is None or joined[:size] != list(after[len(after) - size :]):
             return self.follow(pieces, after=after)
@@ -88,10 +88,10 @@ class Joining:
     def follow(
         self, pieces: Sequence[str], *, after: Sequence[int], room: int | None = None
     ) -> list[int]:
-        """The tokens of pieces that stand apart from what they follow.
+        """Encodes pieces so that no token spans a border.
 
         Raises:
-          OutOfRoom: there are more than `room`.
+          OutOfRoom: the pieces have more than `room` tokens.
         """
         ids = [*after]
         for piece in pieces:
@@ -101,20 +101,20 @@ class Joining:
         return ids[len(after) :]
 
     def _middle(self, text: str, *, after: Sequence[int]) -> list[int]:
-        """Tokens of a text that decode to it behind others, and to no space more.
+        """Encodes a text so that, after other tokens, it decodes to exactly this text.
 
-        Tokenizers as Llama 2's put a space in front of what they encode. Where another
-        text stands in front of it, they do not.
+        Tokenizers such as Llama 2's prepend a space to a text. They do not if another
+        text precedes it, so the text is also encoded after `ANCHORS`.
         """
         if not text:
             return []
-        size = CONTEXT
+        size = tokenization.CONTEXT
         while tokenization.decode(self._tokenizer, after[-size:]).startswith("�"):
             if size >= len(after):
                 break
-            size += CONTEXT  # it began within a character
+            size += tokenization.CONTEXT  # the context began within a character
         context = list(after[-size:])
-        # A template's control tokens may follow, which are not decoded to their text.
+        # Compare up to the template's first control token, which may decode otherwise.
         text_alone = text[: self._control.cutter().first(text)]
         expected = tokenization.decode(self._tokenizer, context) + text_alone
         (alone,) = tokenization.encode(self._tokenizer, [text], special=False)
@@ -122,7 +122,7 @@ class Joining:
             whole = tokenization.decode(self._tokenizer, [*context, *ids])
             if whole.startswith(expected) and (text_alone != text or whole == expected):
                 return ids
-        return alone  # of a tokenizer that does not keep texts
+        return alone  # the tokenizer does not preserve texts
 
     def _behind_anchors(self, text: str) -> Iterator[list[int]]:
         for anchor in ANCHORS:

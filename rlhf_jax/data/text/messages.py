@@ -1,13 +1,13 @@
-"""Messages of a conversation: their shape, what a row says of them, which are learned.
+"""Messages of a conversation: their format, their marks, and which are learned.
 
     {"role": "user", "content": "Hi"}
     {"role": "assistant", "content": "Hello", "weight": 0}
 
 A turn of the assistant with the weight 0 is not learned.
 
-Beside its messages a row may hold what the chat template reads: `tools`, `documents`,
-and its options in `chat_template_kwargs`. A `Question` is a prompt as its row gives it:
-a text or messages, and how they are to be read.
+Besides messages a row may hold further inputs of the chat template: `tools`,
+`documents`, and options in `chat_template_kwargs`. A `Question` is a prompt with these
+settings of its row.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ from typing import Any, Literal, NamedTuple
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.functional.checks import InputError
 
-Message = dict[str, Any]  # role and content, and whatever else the template reads
+Message = dict[str, Any]  # role, content, and other fields that the template reads
 AssistantTurns = Literal["last", "all", "marked"]
 ASSISTANT = "assistant"
-OPENING = {"role": "user", "content": "Hi"}  # to whom a turn responds
-CALLS = "tool_calls"  # of a message: what the assistant asks tools for
-MARKS = ("weight", "train", "loss_mask")  # of a message: whether it is learned
+OPENING = {"role": "user", "content": "Hi"}  # precedes a turn that is rendered alone
+CALLS = "tool_calls"  # field of a message: the assistant's calls of tools
+MARKS = ("weight", "train", "loss_mask")  # fields of a message: whether it is learned
 TOOLS, DOCUMENTS, OPTIONS = "tools", "documents", "chat_template_kwargs"
-CONTROL_TOKENS = "control_tokens"  # that a row asks for by name
+CONTROL_TOKENS = "control_tokens"  # field of a row: tokens that it asks for by name
 OF_TEMPLATE = (TOOLS, DOCUMENTS, OPTIONS)  # fields of a row that a template reads
-OF_TOKENS = frozenset("<>[]|")  # signs that texts of control tokens begin and end with
-FIELDS: dict[str, tuple[Any, type, str, str]] = {  # kinds of a value, of its parts
+OF_TOKENS = frozenset("<>[]|")  # characters at the ends of control tokens
+FIELDS: dict[str, tuple[Any, type, str, str]] = {  # types, description, example
     TOOLS: (list, dict, "a list of objects", '[{"name": "add"}]'),
     DOCUMENTS: (list, dict, "a list of objects", '[{"text": "A"}]'),
     OPTIONS: (dict, object, "an object", '{"enable_thinking": false}'),
     CONTROL_TOKENS: (list | tuple, str, "a list of tokens", '["<|im_start|>"]'),
 }
-TEMPLATE_ARGUMENTS = (  # to a template, by name
+TEMPLATE_ARGUMENTS = (  # of `render_jinja_template`; no option may have such a name
     *("messages", "conversations", "chat_template", "add_generation_prompt", TOOLS),
     *(DOCUMENTS, "continue_final_message", "return_assistant_tokens_mask"),
 )
 Written = str | list[Message]  # a text, or messages for the chat template
-PLACE = "{prompt}"  # where a row's text stands in a template of plain text
+PLACE = "{prompt}"  # placeholder of a row's text in `--template`
 
 
 def variables_of(row: Row, *, where: str) -> dict[str, Any]:
-    """What a row gives the chat template besides messages.
+    """Collects a row's inputs of the chat template other than messages.
 
-    They are its fields `tools` and `documents`, and the options in
+    These are the fields `tools` and `documents`, and the options in
     `chat_template_kwargs`, such as {"enable_thinking": false}.
 
     Raises:
-      InputError: one of them is of another kind, or an option has a name of something
-        that the template is given anyway.
+      InputError: a field has the wrong type, or an option has the name of another
+        argument of the template.
     """
     values = {name: field_of(row, name, where=where) for name in OF_TEMPLATE}
     options = values.pop(OPTIONS) or {}
@@ -65,10 +65,10 @@ def variables_of(row: Row, *, where: str) -> dict[str, Any]:
 
 
 def field_of(row: Row, name: str, *, where: str) -> Any:
-    """What a row says in one of `FIELDS`; None where it says nothing.
+    """Returns a row's value of one of `FIELDS`; None if the row does not have it.
 
     Raises:
-      InputError: it is of another kind; names file and line.
+      InputError: the value has the wrong type; names file and line.
     """
     value = row.get(name)
     outer, inner, expected, example = FIELDS[name]
@@ -83,17 +83,17 @@ def field_of(row: Row, name: str, *, where: str) -> Any:
 
 
 def of_assistant(text: str) -> Message:
-    """A turn of the assistant."""
+    """Makes a message of the assistant."""
     return {"role": ASSISTANT, "content": text}
 
 
 def as_turn(response: str | list[Message]) -> list[Message]:
-    """A response as one message of the assistant."""
+    """Returns a response as messages; a text becomes one message of the assistant."""
     return [of_assistant(response)] if isinstance(response, str) else response
 
 
 def plain(response: str | list[Message], *, where: str, field: str = "response") -> str:
-    """A response to a text; InputError if it is of messages."""
+    """Returns the response to a plain prompt; InputError unless it is a text."""
     if not isinstance(response, str):
         raise InputError(
             f"{where}: expected text in {field!r}, as its prompt is one, got messages;"
@@ -103,19 +103,19 @@ def plain(response: str | list[Message], *, where: str, field: str = "response")
 
 
 def of_user(written: str | list[Message]) -> list[Message]:
-    """Messages; a text is one of the user."""
+    """Returns messages; a text becomes one message of the user."""
     if isinstance(written, str):
         return [{"role": "user", "content": written}]
     return written
 
 
 def unmarked(message: Message) -> Message:
-    """A message without the fields that say whether it is learned."""
+    """Removes a message's `MARKS`."""
     return {key: value for key, value in message.items() if key not in MARKS}
 
 
 def mark(message: Message, *, where: str) -> bool | None:
-    """Whether a message says that it is learned; None where it does not say.
+    """Whether a message is marked as learned; None if it has no mark.
 
     Raises:
       InputError: its marks are not 0 or 1, or they differ.
@@ -133,15 +133,15 @@ def mark(message: Message, *, where: str) -> bool | None:
 def learned_turns(
     messages: Sequence[Message], *, which: AssistantTurns, where: str
 ) -> list[int]:
-    """Which messages of a conversation are learned, counted from its first.
+    """Returns the indices of the messages of a conversation that are learned.
 
     Args:
-      messages: of which the last is the assistant's.
-      which: turns of the assistant that are learned without a mark: the last, all or
-        none.
+      messages: the conversation; its last message is the assistant's.
+      which: which turns of the assistant are learned without a mark: "last", "all", or
+        "marked" for none.
 
     Raises:
-      InputError: a turn of another is marked to be learned, or none is left.
+      InputError: a message of another role is marked as learned, or none is learned.
     """
     learned = []
     for number, message in enumerate(messages):
@@ -167,7 +167,7 @@ def learned_turns(
 
 
 def check_unmarked(messages: Sequence[Message], *, where: str) -> None:
-    """InputError where a mark asks for other turns than the response to be learned."""
+    """Raises InputError if marks ask to learn other turns than the response."""
     *before, response = messages
     earlier = any(mark(message, where=where) for message in before)
     if earlier or mark(response, where=where) is False:
@@ -180,7 +180,7 @@ def check_unmarked(messages: Sequence[Message], *, where: str) -> None:
 
 
 def check_messages(value: list[Any], *, where: str, field: str) -> None:
-    """InputError unless every message has a role and a content, both texts."""
+    """Raises InputError unless every message has a role and a content, both texts."""
     if not value:
         raise InputError(
             f"{where}: expected text or messages in {field!r}, got an empty list;"
@@ -192,15 +192,16 @@ def check_messages(value: list[Any], *, where: str, field: str) -> None:
                 continue
             if not isinstance(message, dict) or not isinstance(message.get(key), str):
                 raise InputError(
-                    f'{where}: expected messages as {{"role": "user", "content": '
-                    f'"Hi"}} in {field!r}, got {message!r:.60}, whose {key} is no text'
+                    f"{where}: expected messages as"
+                    ' {"role": "user", "content": "Hi"}'
+                    f" in {field!r}, got {message!r:.60}, whose {key} is not a text"
                 )
 
 
 def check_role(message: Message, *, where: str) -> None:
-    """InputError for a role with signs that control tokens are made of.
+    """Raises InputError for a role with characters of `OF_TOKENS`.
 
-    Templates write "<|" + role + "|>", so that a role's text may end one token and
+    Templates write "<|" + role + "|>", so such a role could end one control token and
     begin another.
     """
     role = message.get("role")
@@ -212,7 +213,7 @@ def check_role(message: Message, *, where: str) -> None:
 
 
 def check_prompt(messages: Sequence[Message], *, where: str, field: str) -> None:
-    """InputError unless the last turn is another's than the assistant's."""
+    """Raises InputError if the last message is the assistant's."""
     if messages[-1]["role"] == ASSISTANT:
         raise InputError(
             f"{where}: expected messages that wait for the assistant in {field!r}, got"
@@ -221,7 +222,7 @@ def check_prompt(messages: Sequence[Message], *, where: str, field: str) -> None
 
 
 def check_response(messages: Sequence[Message], *, where: str, field: str) -> None:
-    """InputError unless it is one message of the assistant."""
+    """Raises InputError unless the messages are one message of the assistant."""
     roles = [message["role"] for message in messages]
     if roles != [ASSISTANT]:
         raise InputError(
@@ -231,10 +232,11 @@ def check_response(messages: Sequence[Message], *, where: str, field: str) -> No
 
 
 def check_turns(turns: Any, *, where: str, by_template: bool) -> None:
-    """InputError unless turns are responses with observations between them.
+    """Raises InputError unless responses and observations alternate in `turns`.
 
     Args:
-      by_template: whether the prompt is of messages, so that observations may be.
+      by_template: whether the prompt is a conversation, so that observations may be
+        messages.
     """
     if not isinstance(turns, list) or len(turns) % 2 == 0:
         count = f"{len(turns)} of them" if isinstance(turns, list) else repr(turns)
@@ -256,12 +258,12 @@ def check_turns(turns: Any, *, where: str, by_template: bool) -> None:
 
 
 def content(text: str | list[Message]) -> str:
-    """What a text says, or the last of its messages."""
+    """Returns a text, or the content of the last message ("" if it has none)."""
     return text if isinstance(text, str) else text[-1].get("content") or ""
 
 
 def _calls_tools(message: Any) -> bool:
-    """Whether a message of the assistant may say nothing, as it calls a tool."""
+    """Whether a message of the assistant calls a tool instead of having a content."""
     return (
         isinstance(message, dict)
         and message.get("role") == ASSISTANT
@@ -271,40 +273,40 @@ def _calls_tools(message: Any) -> bool:
 
 
 class Question(NamedTuple):
-    """A prompt, with what its row says of how it is to be read."""
+    """A prompt, with the settings of its row."""
 
     written: Written
     where: str = "a prompt"
-    """Its file and line, for errors."""
-    variables: Mapping[str, Any] = {}  # nobody writes to it
-    """What the chat template reads besides the messages: tools, documents, options."""
+    """File and line, for errors."""
+    variables: Mapping[str, Any] = {}  # never modified
+    """Further inputs of the chat template: tools, documents, options."""
     control: tuple[str, ...] = ()
-    """Control tokens that are tokens in this row's texts, by name."""
+    """Names of control tokens that are tokens in this row's texts."""
     template: str = PLACE
-    """Of a plain prompt, with the row's text in place of {prompt}. It is the run's
-    own, so that a control token in it is one."""
+    """`--template` of a plain prompt, in which {prompt} stands for the row's text. The
+    user of the run wrote it, so control tokens in it are tokens."""
 
     @property
     def is_chat(self) -> bool:
-        """Whether it is messages, for the chat template."""
+        """Whether the prompt is a conversation, which the chat template renders."""
         return not isinstance(self.written, str)
 
     @property
     def messages(self) -> list[Message]:
-        """Of a conversation."""
+        """The messages of a conversation."""
         assert not isinstance(self.written, str)
         return self.written
 
 
 def read_question(row: Row, *, field: str, where: str, chat: bool = False) -> Question:
-    """The prompt in a field of a row, with the fields that say how to read it.
+    """Reads the prompt in a field of a row, with the row's settings.
 
     Args:
-      chat: whether a text is put as a message, too. Of a row without messages `tools`,
-        `documents` and `chat_template_kwargs` may be anything: no template reads them.
+      chat: whether a text becomes a message, too. Otherwise `tools`, `documents` and
+        `chat_template_kwargs` of a row with a text are ignored.
 
     Raises:
-      InputError: one of these fields is not what it should be; names file and line.
+      InputError: one of these fields has the wrong type; names file and line.
     """
     by_template = chat or not isinstance(row[field], str)
     variables = variables_of(row, where=where) if by_template else {}

@@ -1,10 +1,10 @@
-"""A process that writes chat templates, so that none takes all time or memory.
+"""A process that renders chat templates, with limits of time and memory.
 
     python template_worker.py SECONDS      a JSON request and its answer, a line each
 
-A template is a program of whoever made the checkpoint: `{{ 'a' * 10**10 }}` is 10 GB.
-`templates` starts this file by its path, without this package and so without JAX. The
-system ends it when an answer takes too long, whatever becomes of the parent.
+A template is a program by whoever made the checkpoint: `{{ 'a' * 10**10 }}` is 10 GB.
+`templates` starts this file by its path, without this package and hence without JAX.
+An alarm ends the process if an answer takes too long, even if the parent is gone.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-MEMORY_BYTES = 2**30  # beyond what the process has when it begins
+MEMORY_BYTES = 2**30  # in addition to what the process uses at its start
 MAX_CHARACTERS = 10_000_000  # of a conversation, far beyond any context
 
 
 def answer(request: dict[str, Any], *, seconds: float = 0) -> dict[str, Any]:
-    """What the template writes of conversations.
+    """Renders conversations.
 
     Args:
       request: "conversations", each with "messages" and "add_generation_prompt", and
-        what else `render_jinja_template` takes.
-      seconds: for a conversation, after which this process ends; 0 is no limit.
+        further arguments of `render_jinja_template`.
+      seconds: time limit per conversation, after which this process ends; 0 is none.
 
     Returns:
-      {"texts": ...}, or {"error": ...} with whatever the template raised.
+      {"texts": ...}, or {"error": ...} with the error that the template raised.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -52,12 +52,12 @@ def answer(request: dict[str, Any], *, seconds: float = 0) -> dict[str, Any]:
         return {"error": f"it takes more than {MEMORY_BYTES >> 20} MiB of memory"}
     except RecursionError:
         return {"error": "it calls itself without end"}
-    except Exception as error:  # a template raises what it likes
+    except Exception as error:  # a template may raise anything
         return {"error": f"{str(error) or type(error).__name__}"[:1000]}
 
 
 def _limit_memory() -> None:
-    # Systems without this have the time limit alone.
+    # Systems without these have only the time limit.
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 
@@ -67,7 +67,7 @@ def _limit_memory() -> None:
 
 
 def main() -> None:
-    """Answers until the input ends, as it does when the parent does."""
+    """Answers requests until the input ends, which it does when the parent ends."""
     empty = {"messages": [], "add_generation_prompt": False}
     answer({"conversations": [empty], "chat_template": ""})  # imports before the limit
     _limit_memory()

@@ -1,9 +1,9 @@
-"""Chat templates, written by a process with limits of time and memory.
+"""Renders chat templates in a process with limits of time and memory.
 
-A template comes with a checkpoint and is a program: one that loops for ever, or makes a
-text of 10 GB, must not take the run with it. One process writes all conversations, one
-after another. It is started by whoever reads a tokenizer that has a template, or by the
-first conversation, and again after one that it was ended for.
+A template comes with a checkpoint and is a program. One that loops forever, or makes a
+text of 10 GB, must not end the run. One process renders all conversations, one after
+another. It starts when a tokenizer with a template is read, else with the first
+conversation, and again after a conversation that exceeded a limit.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any
 
 from rlhf_jax.data.text import template_worker
 
-SECONDS = 10.0  # for a conversation, which takes some 0.1 ms
+SECONDS = 10.0  # time limit of a conversation, which takes about 0.1 ms
 
 _LOCK = threading.RLock()
 _started: list[subprocess.Popen[str]] = []  # the process, if there is one
 
 
 class TemplateError(Exception):
-    """What a template raised, or which limit it went beyond."""
+    """The template raised an error or exceeded a limit."""
 
 
 def write(
@@ -38,17 +38,17 @@ def write(
     add_generation_prompt: Sequence[bool],
     variables: Mapping[str, Any],
 ) -> list[str]:
-    """The texts of conversations, as `transformers` writes them.
+    """Renders conversations as `transformers` does.
 
     Args:
-      template: in Jinja.
-      conversations: of messages.
-      add_generation_prompt: whether the template asks for a response at the end of
-        each.
-      variables: what else the template reads, as the special tokens.
+      template: a Jinja template.
+      conversations: lists of messages.
+      add_generation_prompt: for each conversation, whether the template asks for a
+        response at its end.
+      variables: further inputs of the template, such as the special tokens.
 
     Raises:
-      TemplateError: the template raised an error, or took too long or too much.
+      TemplateError: the template raised an error or exceeded a limit.
     """
     request = {
         "conversations": [
@@ -81,9 +81,9 @@ def write(
 
 
 def begin() -> None:
-    """Starts the process, unless it runs. Its imports take a second."""
+    """Starts the process unless it runs; its imports take a second."""
     with _LOCK:
-        if _started and _started[0].poll() is not None:  # somebody ended it
+        if _started and _started[0].poll() is not None:  # it ended meanwhile
             stop()
         if not _started:
             _started.append(_start())
@@ -94,7 +94,7 @@ def stop() -> None:
     while _started:
         worker = _started.pop()
         worker.kill()
-        with contextlib.suppress(OSError):  # what was left in a pipe
+        with contextlib.suppress(OSError):  # a broken pipe
             worker.communicate()
 
 
@@ -102,7 +102,7 @@ atexit.register(stop)
 
 
 def _start() -> subprocess.Popen[str]:
-    # -P: the modules beside the worker's file are not to be imported by their names.
+    # -P: modules in the folder of the worker must not shadow others.
     return subprocess.Popen(
         [sys.executable, "-P", str(Path(template_worker.__file__)), str(SECONDS)],
         stdin=subprocess.PIPE,
@@ -110,5 +110,5 @@ def _start() -> subprocess.Popen[str]:
         stderr=subprocess.DEVNULL,
         text=True,
         encoding="utf-8",
-        start_new_session=True,  # a Ctrl-C is the run's alone
+        start_new_session=True,  # Ctrl-C reaches the run only
     )

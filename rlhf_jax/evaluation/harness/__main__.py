@@ -8,7 +8,7 @@ from rlhf_jax.functional.checks import InputError
 
 
 def main() -> None:
-    """Runs lm-eval's command; without the extra lm-eval a line, and status 2."""
+    """Runs lm-eval's command; without the extra lm-eval, exits with status 2."""
     try:
         from rlhf_jax.evaluation.harness import model  # registers it
     except InputError as error:

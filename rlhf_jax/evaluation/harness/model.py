@@ -1,10 +1,10 @@
-"""The policy as lm-eval knows models: texts in, likelihoods and texts out.
+"""The policy as a model of lm-eval, which takes texts.
 
     policy = Policy("runs/ppo/model", batch_size=16)
     lm_eval.simple_evaluate(policy, tasks=["hellaswag"])
 
-What it makes of texts is what lm-eval's own `hf` model makes of them: special tokens,
-the prefix of an empty context, windows of long texts, where `until` ends a response.
+Texts are handled as by lm-eval's own `hf` model: special tokens, the prefix of an empty
+context, windows of long texts, and where `until` ends a response.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @register_model("rlhf_jax")
 class Policy(TemplateLM):
-    """A checkpoint in Hugging Face's layout, run by this package's own decoder."""
+    """A checkpoint in Hugging Face's layout, run by this package's decoder."""
 
     def __init__(
         self,
@@ -62,25 +62,27 @@ class Policy(TemplateLM):
         max_batch_size: int | None = None,
         device: str | None = None,
     ) -> None:
-        """Loads it.
+        """Loads the checkpoint and its tokenizer.
 
         Args:
-          pretrained, tokenizer: a folder, or a hub id; of the tokenizer None takes the
-            one in `pretrained`.
-          batch_size: rows at a time, which the mesh's row axes divide.
-          dtype: of activations; parameters are float32.
-          mesh: devices, as data=2,tensor=4; 1 is the first device.
-          max_length: tokens that the policy reads at most; None is its context.
-          max_gen_toks: tokens of a response, where the task does not say.
-          add_bos_token: whether texts begin with BOS, which a tokenizer that adds none
-            is helped to; None as the tokenizer does.
-          seed: of responses that a task samples.
-          max_batch_size, device: not read; lm-eval's command hands them to every model.
+          pretrained, tokenizer: folder or hub id; a tokenizer of None is the one in
+            `pretrained`.
+          batch_size: rows per batch, a multiple of the mesh's row devices.
+          dtype: dtype of activations; parameters are float32.
+          attention: engine of the attention.
+          mesh: device mesh, such as data=2,tensor=4; data=1 is the first device.
+          max_length: largest number of tokens that the policy reads; None is its
+            context.
+          max_gen_toks: largest number of response tokens, unless the task sets it.
+          add_bos_token: whether texts begin with BOS, even if the tokenizer adds none;
+            None leaves it to the tokenizer.
+          seed: seed of sampled responses.
+          max_batch_size, device: ignored; lm-eval's command gives them to every model.
             JAX_PLATFORMS chooses the backend.
 
         Raises:
           InputError: the checkpoint, its tokenizer or the mesh does not fit, or an
-            option is not one of these.
+            option has another value than these.
         """
         super().__init__()
         del max_batch_size, device
@@ -116,7 +118,7 @@ class Policy(TemplateLM):
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The checkpoint's."""
+        """The checkpoint's tokenizer."""
         return self._start.tokenizer
 
     @functools.cached_property
@@ -125,31 +127,31 @@ class Policy(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Names the tokenizer in lm-eval's caches."""
+        """The tokenizer's name in lm-eval's caches."""
         return self._name.replace("/", "__")
 
     @property
     def eot_token_id(self) -> int:
-        """EOS.
+        """The id of EOS.
 
         Raises:
-          InputError: the tokenizer has none.
+          InputError: the tokenizer has no EOS.
         """
         return tokenization.eos_token_id(self.tokenizer)
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without a context: BOS, or else EOS."""
+        """The id that precedes a text without a context: BOS, or else EOS."""
         bos = cast("int | None", self.tokenizer.bos_token_id)
         return self.eot_token_id if bos is None else bos
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **unread: Any
     ) -> Tokens:
-        """Token ids of a text.
+        """Returns the token ids of a text.
 
-        Special tokens of None are what the tokenizer adds, or `add_bos_token` says,
-        unless the text begins with BOS. lm-eval hands more to other models, unread.
+        If `add_special_tokens` is None, the tokenizer and `add_bos_token` decide; a
+        text that begins with BOS gets none. Further arguments of lm-eval are ignored.
         """
         del unread
         special = add_special_tokens
@@ -165,9 +167,9 @@ class Policy(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Messages as one text, by the tokenizer's chat template.
+        """Renders messages as one text, by the tokenizer's chat template.
 
-        Without a generation prompt the last message goes on.
+        Without a generation prompt the last message is continued.
         """
         return self._contract.rendered(
             chat_history, continued=not add_generation_prompt
@@ -176,10 +178,9 @@ class Policy(TemplateLM):
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """log π of whole texts, nats, each token predicted once.
+        """Computes log π of whole texts, nats, with each token predicted once.
 
-        A text longer than the model's context is read in windows, the last of them as
-        full as the others.
+        A text longer than the model's context is read in windows, all of them full.
         """
         windows: list[tuple[Tokens, Tokens]] = []
         of_text: list[int] = []
@@ -204,18 +205,18 @@ class Policy(TemplateLM):
     def generate_until(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[str]:
-        """Responses, each cut before the first of its `until` texts.
+        """Generates responses, each cut before the first of its `until` texts.
 
         A response ends at EOS, at any other stop token of the checkpoint, and at a
-        token whose own text has one of `until` in it. Where an `until` spans several
-        tokens, the tokens after it are drawn and then cut off.
+        token whose own text contains one of `until`. If an `until` spans several
+        tokens, further tokens are generated and then cut off.
 
         Args:
-          requests: of lm-eval, each with a context and generation options: until,
-            max_gen_toks, do_sample, temperature, top_k, top_p and min_p.
+          requests: requests of lm-eval, each with a context and generation options:
+            until, max_gen_toks, do_sample, temperature, top_k, top_p and min_p.
 
         Raises:
-          InputError: there are other options, or the response has no room.
+          InputError: there are other options, or the context has no room for responses.
         """
         groups: dict[str, list[int]] = defaultdict(list)
         for number, request in enumerate(requests):
@@ -244,13 +245,13 @@ class Policy(TemplateLM):
         disable_tqdm: bool = False,
     ) -> list[tuple[float, bool]]:
         for (context, continuation), _, tokens in requests:
-            if not tokens:  # it would be certain, and win against every other
+            if not tokens:  # its probability would be 1, above all others
                 raise InputError(
                     f"continuation {continuation!r:.60} of {context[-40:]!r}: expected "
                     f"a token of its own, got none, as the tokenizer has none or joins "
                     f"it to the context; begin continuations with a space"
                 )
-        # Of a context of spaces alone no token is left: they go to the continuation.
+        # lm-eval moves spaces at a context's end, perhaps all of it, to continuations.
         pairs = [
             (context or [self.prefix_token_id], continuation)
             for _, context, continuation in requests
@@ -270,7 +271,7 @@ class Policy(TemplateLM):
         return [answers[number] for number in range(len(pairs))]
 
     def _draw(self, options: dict[str, Any]) -> tuple[list[str], Draw]:
-        """What ends a response, and how it is drawn."""
+        """Returns the texts that end a response, and how it is sampled."""
         kwargs = dict(normalize_gen_kwargs(options, self._max_gen_toks))
         until = [text for text in kwargs.pop("until") if text]
         max_new_tokens = kwargs.pop("max_gen_toks")
@@ -298,7 +299,6 @@ class Policy(TemplateLM):
         )
 
     def _ending(self, until: Sequence[str]) -> set[int]:
-        """The tokens whose own text has one of `until` in it."""
         return {
             token
             for token, text in self._token_texts.items()

@@ -1,11 +1,11 @@
-"""What the harness asks of a model, on token ids: `jax.jit` stands here.
+"""Likelihoods and responses of a policy on token ids; `jax.jit` stands here.
 
     column        0    1    2    3    4    5        S = 6 inputs, K = 2 predictions
     inputs        ·   BOS  The  cat  sat  on
     predicted                        on   the       of the continuation "on the"
 
-Rows are padded on the left, so that what is predicted stands in the last columns. S and
-K are a few widths, and the rows of a batch are always as many: few programs.
+Rows are padded on the left, so that the predicted tokens are in the last columns. S and
+K take few values and every batch has the same number of rows, so few programs compile.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ NARROWEST = 16  # columns
 
 
 class Likelihood(NamedTuple):
-    """Of a continuation after its context."""
+    """The likelihood of a continuation given its context."""
 
     logprob: float  # Σ log π(token), nats
     greedy: bool  # whether every token is the most likely one
 
 
 class Draw(NamedTuple):
-    """How responses are drawn; responses of one kind share programs."""
+    """How responses are sampled; equal settings share a program."""
 
     max_new_tokens: int
     stop_ids: tuple[int, ...]
@@ -65,10 +65,13 @@ class Programs:
         max_length: int,
         seed: int,
     ) -> None:
-        """Compiles nothing yet.
+        """Prepares the programs, which compile on first use.
 
-        Parameters are on the mesh, whose row axes divide batch_size, the rows of every
-        batch. The seed is that of responses that are drawn.
+        Args:
+          start: the checkpoint, with parameters on the mesh.
+          batch_size: rows of every batch, a multiple of the mesh's row devices.
+          max_length: largest number of tokens that the model reads.
+          seed: seed of sampled responses.
         """
         self._start, self._mesh = start, mesh
         self._rows, self._max_length = batch_size, max_length
@@ -83,7 +86,7 @@ class Programs:
     def likelihoods(
         self, texts: Sequence[tuple[Tokens, Tokens]]
     ) -> Iterator[tuple[int, Likelihood]]:
-        """Log-probabilities of continuations, as batches are done.
+        """Yields likelihoods of continuations, batch by batch.
 
         A context that is too long loses its first tokens.
 
@@ -91,7 +94,7 @@ class Programs:
           texts: (context, continuation), neither of them empty.
 
         Yields:
-          The number of a text in them, and its likelihood.
+          The index of a text, and its likelihood.
 
         Raises:
           InputError: a text is empty, or a continuation is longer than the model's
@@ -136,19 +139,18 @@ class Programs:
     def responses(
         self, prompts: Sequence[Tokens], *, numbers: Sequence[int], draw: Draw
     ) -> Iterator[tuple[int, Tokens]]:
-        """Responses to prompts, as batches are done.
+        """Yields responses to prompts, batch by batch.
 
         A prompt that is too long loses its first tokens.
 
         Args:
-          numbers: of each prompt, by which its tokens are drawn.
+          numbers: a number for each prompt, which determines its random key.
 
         Yields:
-          The number of a prompt, and the tokens of its response, the stop token among
-          them.
+          The number of a prompt, and the tokens of its response, stop token included.
 
         Raises:
-          InputError: the model reads no more tokens than are to be drawn.
+          InputError: `max_new_tokens` leaves no room for a prompt.
         """
         room = self._max_length - draw.max_new_tokens
         if room < 1:
@@ -184,14 +186,14 @@ class Programs:
         return row_sharding.put_rows(arrays, mesh=self._mesh)
 
     def _batches(self, numbers: Sequence[int]) -> Iterator[list[int]]:
-        """As many at a time as a batch has rows; the last is filled with its last."""
+        """Yields batches of equal size; the last one repeats its last number."""
         for begin in range(0, len(numbers), self._rows):
             chosen = list(numbers[begin : begin + self._rows])
             yield chosen + chosen[-1:] * (self._rows - len(chosen))
 
 
 def bucket(length: int, *, limit: int) -> int:
-    """The narrowest of 16, 32, 64, ... columns that holds a length, at most `limit`."""
+    """Returns the least of 16, 32, 64, ... that is at least `length`, up to `limit`."""
     width = NARROWEST
     while width < length:
         width *= 2
@@ -201,15 +203,15 @@ def bucket(length: int, *, limit: int) -> int:
 def score(
     params: Params, inputs: Array, mask: Array, targets: Array, *, model: ModelConfig
 ) -> tuple[Array, Array]:
-    """log π of the tokens after the last inputs, and whether they are the likeliest.
+    """Computes log π of target tokens, and whether each is the most likely one.
 
     Args:
       inputs, mask: i32[B, S] and bool[B, S], padded on the left.
       targets: i32[B, K], K <= S: the token after each of the last K inputs.
 
     Returns:
-      f32[B, K], nats, and bool[B, K]. Of tokens of equal probability the first in the
-      vocabulary is the likeliest.
+      f32[B, K], nats, and bool[B, K]. Among equally likely tokens the one with the
+      lowest id counts.
     """
     rows, size = targets.shape
     hidden = decoder.hidden_states(
@@ -219,7 +221,7 @@ def score(
         mask=mask,
         first_column=inputs.shape[1] - size,
     )[:, -size:]
-    # Logits of a few columns at a time: all of them would take the most memory by far.
+    # Logits of a few columns at a time, as all of them would dominate the memory.
     room = MAX_LOGITS * axes.row_devices(rows) // (rows * model.vocab_size)
     columns = math.gcd(size, 2 ** max(room, 1).bit_length() // 2)
 
@@ -249,11 +251,11 @@ def respond(
     model: ModelConfig,
     draw: Draw,
 ) -> tuple[Array, Array]:
-    """Responses to prompts.
+    """Samples responses to prompts.
 
     Args:
       tokens, mask: i32[B, P] and bool[B, P], padded on the left.
-      index: i32[B], which prompt this is, for the key of a row.
+      index: i32[B], number of the prompt, for the key of its row.
 
     Returns:
       i32[B, P + R] and bool[B, P + R], True at the response.

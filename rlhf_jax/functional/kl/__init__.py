@@ -1,6 +1,6 @@
-"""Divergences of the policy from the reference, and how they act.
+"""Divergences of the policy from the reference, and the penalties made of them.
 
-Those of whole distributions are loaded on first use: most runs have none.
+Divergences of whole distributions are loaded on first use: most runs need none.
 """
 
 from __future__ import annotations

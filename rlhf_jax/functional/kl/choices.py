@@ -1,9 +1,9 @@
-"""The options of a KL penalty: they are checked, and their gradient has a name.
+"""The options of a KL penalty, their checks, and the name of their gradient.
 
-per        column    0   1   2   3   4      a response of three tokens
-token      kl        0  k1  k2  k3   0      k(x_t), an estimate at each token
-length     kl        0  k1  k2  k3   0      each a third of that
-response   kl        0   0   0  k    0      k(x_1 + x_2 + x_3), at the last token
+per        column   0    1      2      3    4    a response of three tokens
+token      kl       0  k(x1)  k(x2)  k(x3)  0    an estimate at each token
+length     kl       0  k(x1)  k(x2)  k(x3)  0    each divided by 3, the length
+response   kl       0    0      0    k(Σx)  0    one estimate, at the last token
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ class Penalty:
     placement: Literal["reward", "loss", "both"] | None = "reward"
     """Where the penalty acts: reward, loss or both; None only measures the KL."""
     direction: estimators.Direction = "reverse"
-    """Direction of the KL: reverse is KL(policy ‖ reference), forward the other one."""
+    """Direction of the KL: reverse is KL(policy ‖ reference), forward is KL(reference ‖
+    policy)."""
     per: Literal["token", "response", "length"] = "token"
     """Unit of an estimate: token makes one estimate at each token; response makes one
-    of the whole response, at its last token; length divides the estimates at the tokens
-    by the length of the response."""
+    estimate of the whole response, at its last token; length divides the estimates at
+    the tokens by the length of the response."""
     importance_weights: Literal["token", "prefix"] | None = None
-    """Importance weights of an estimate where another policy drew the samples: token is
-    the ratio of its own token, prefix that of all tokens up to it (per response: of the
-    whole response); None does not weight."""
+    """Importance weights of estimates where another policy drew the samples: token is
+    the ratio of the token, prefix the ratio of all tokens up to it (per response: of
+    the whole response); None does not weight."""
     clip: float | None = None
     """Largest absolute value of one estimate, its weight included, nats; None does not
     clip."""
@@ -47,12 +48,13 @@ class Penalty:
     """Number of the policy's most likely tokens that exact KL treats one by one; None
     treats every token one by one."""
     tail: Tail = "bucket"
-    """With top_k, what stands for all other tokens: bucket is one outcome, so that the
-    KL is a lower bound; sampled is the sampled token where it is one of them (EMA-PG),
-    unbiased in the loss."""
+    """With top_k, the treatment of all other tokens: bucket merges them into one
+    outcome, so that the KL is a lower bound; sampled uses the sampled token where it is
+    one of them (EMA-PG), unbiased in the loss."""
     reference_share: float | None = None
-    """Share α of the reference in the geometric mixture π_ref^α·π_old^(1−α) with the
-    policy that sampled, to which the KL is taken (DAR); None takes the reference."""
+    """Share α of the reference, between 0 and 1: the KL is taken to the geometric
+    mixture π_ref^α·π_old^(1−α) with the policy that sampled (DAR); None takes the
+    reference alone."""
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -60,7 +62,7 @@ class Penalty:
         checks.within(
             above=0,
             below=1,
-            advice="at 1 the reference stands alone: leave it out",
+            advice="leave it out for the reference alone",
             reference_share=self.reference_share,
         )
         refuse((*self._faults(), *self._faults_of_weights()))
@@ -89,16 +91,16 @@ class Penalty:
                 f"placement {self.placement}; leave it out, or choose top_k and "
                 f"placement loss"
             )
-        # The mixture has no normaliser, which k1 and the slope of k2 do not miss: they
-        # add up two KLs. k3 and an exact KL would be of no distribution.
+        # The mixture is not normalised. k1 and the slope of k2 then still act as a sum
+        # of two KLs; k3 and exact KL need a normalised distribution.
         apt = ("k1",) if self.in_reward else ("k1", "k2")
         unapt = [name for name in self.estimators_used if name not in apt]
         if self.reference_share is not None and (
             unapt or self.direction == "forward" or self.placement in (None, "both")
         ):
             yield (
-                f"reference_share: expected none but for a reverse KL by k1 in the "
-                f"reward, or by k1 and k2 in the loss, got {self.reference_share:g} "
+                f"reference_share: expected None except for a reverse KL with k1 in "
+                f"the reward, or k1 and k2 in the loss, got {self.reference_share:g} "
                 f"with {' and '.join(self.estimators_used)}, {self.direction}, "
                 f"placement {self.placement}; choose another estimator, or leave it out"
             )
@@ -174,12 +176,12 @@ class Penalty:
 
     @property
     def weights_tail(self) -> bool:
-        """True if weights of tokens are those of a sampled tail, not of its head."""
+        """True if token weights apply to the sampled tail alone, not to the head."""
         return self.tail == "sampled" and self.importance_weights == "token"
 
     @property
     def estimators_used(self) -> tuple[Estimator, ...]:
-        """The distinct estimators of value and gradient, that of the value first."""
+        """The distinct estimators of value and gradient, the value's first."""
         both = (self.value_estimator, self.in_gradient)
         return both[:1] if both[0] == both[1] else both
 
@@ -201,7 +203,7 @@ class Penalty:
             importance_weights=self.importance_weights,
             top_k=self.top_k is not None and self.tail == "bucket",
         )
-        # Of the KL to the policy that sampled there is none yet.
+        # On-policy, the mixture's KL to the policy that sampled has no gradient.
         return {
             name: times if share is None else times * share
             for name, times in of_reference.items()
@@ -211,8 +213,8 @@ class Penalty:
     def gradient(self) -> str:
         """The name of the expected gradient on-policy, as `gradients` defines it.
 
-        With weights "prefix" it is also that on samples of an older policy. With
-        "token" a fixed-state gradient is at the older policy's prefixes. Where
+        With weights "prefix" the name also holds on samples of an older policy. With
+        "token" a fixed-state gradient is taken at the older policy's prefixes. Where
         responses differ in length the name holds for aggregation "constant" only.
 
         >>> Penalty().gradient
@@ -247,11 +249,11 @@ class Penalty:
         what = f"{' and '.join(places)}, {self.direction}, per {self.per}"
         if not self.terms and self.per != "length":
             return (
-                f"KL penalty ({what}): its expected gradient is zero, so that it does "
-                f"not hold the policy; choose k2 in the loss, or k1 in the reward"
+                f"KL penalty ({what}): its expected gradient is zero, so it does not "
+                f"regularise the policy; choose k2 in the loss, or k1 in the reward"
             )
         return (
-            f"KL penalty ({what}): its expected gradient is that of no KL, it is "
+            f"KL penalty ({what}): its expected gradient is not that of a KL: it is "
             f"{self.gradient}; k1 in the reward gives full reverse"
         )
 
@@ -267,5 +269,5 @@ UNBIASED_K3 = Penalty(
 """ρ·k3 of DeepSeek-V3.2 (2025), arXiv:2512.02556, section 3.1, ρ = π/μ differentiated.
 
 As ∇(ρ·k3(x)) = ρ·x·∇log π, its gradient is that of k2 with the weight ρ: the reverse
-KL at the prefixes of the sampler μ, however old, where k3's own is a forward KL.
+KL at the prefixes of the sampler μ, however old. k3 alone has that of a forward KL.
 """

@@ -1,19 +1,19 @@
-"""KL of two heads over one vocabulary, some tokens at a time, with its own gradient.
+"""KL between two heads over one vocabulary, in chunks of tokens, with a custom VJP.
 
 Nothing here shifts columns: position t is about the distribution that hidden[:, t]
 gives. `kl.exact_from_hidden` and `kl.jensen_shannon_from_hidden` are the public names.
 
 With z, y the logits / temperature of policy and reference, P, Q their softmax and
-d_v = z_v - y_v of a token (or of the bucket of all tokens beside a top k, from its
+d_v = z_v - y_v of a token (or of the bucket of all tokens outside a top k, from its
 log-sum-exps), the KL and its gradient with respect to z_v are
 
     level    log Σ exp(z) - log Σ exp(y)
     reverse  KL = E_P[d] - level    P_v (d_v - E_P[d])
     forward  KL = level - E_Q[d]    P_v - exp(z_v - d_v) / Σ exp(y)
 
-E[d] goes along with the two sums in one pass over the tokens; of equal models d is 0 to
-the bit, and so is the KL. The backward pass computes the logits of a chunk again. The
-Jensen-Shannon divergence (`mixtures`) reads level - d = log(Q/P), and so takes a
+One pass over the tokens accumulates E[d] and both sums. Between equal models every d is
+exactly 0, and so is the KL. The backward pass rematerialises the logits of each chunk.
+The Jensen-Shannon divergence (`mixtures`) reads level - d = log(Q/P), so it needs a
 second pass after the sums.
 
 The reference has no gradient, but the temperature τ divides its logits too:
@@ -21,8 +21,8 @@ The reference has no gradient, but the temperature τ divides its logits too:
     ∂KL/∂τ = -(1/τ) Σ_v (log P_v ∂KL/∂z_v + log Q_v ∂KL/∂y_v)
     ∂KL/∂y_v   reverse  Q_v - exp(y_v + d_v) / Σ exp(z)    forward  Q_v (E_Q[d] - d_v)
 
-as both slopes sum to 0, so that log P can stand for z. That sum is computed only where
-τ is differentiated. The passes themselves are in `passes`.
+Both slopes sum to 0 over v, so log P and log Q may replace z and y. This sum is
+computed only where τ is differentiated. The passes themselves are in `passes`.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ Array = jax.Array
 
 
 class _Saved(NamedTuple):
-    """What the backward pass needs."""
+    """Residuals of the forward pass."""
 
     policy: Model
     reference: Model
     beta: Array | None
     result: Result
-    # An empty tuple where temperature or β are differentiated, None where not: a part
-    # of the structure, and so static.
+    # An empty tuple where temperature or β is differentiated, None where not: part of
+    # the tree structure, and so static.
     scalars: tuple[()] | None
 
 
@@ -69,12 +69,12 @@ def divergence(
       hidden: floats[B, T, D]. head: floats[V', D].
       ref_hidden: floats[B, T, D']. ref_head: floats[V'', D'].
       temperature: T, dimensionless.
-      beta: share of the reference in a mixture: the Jensen-Shannon divergence; None is
-        a KL.
+      beta: share of the reference in the mixture of a Jensen-Shannon divergence; None
+        is a KL.
 
     Returns:
       f32[B, T], nats. The gradient reaches `hidden`, `head`, `temperature` and `beta`;
-      a position whose cotangent is 0 plays no part in it, whatever stands there.
+      a position whose cotangent is 0 contributes nothing, whatever its hidden state.
     """
     scale = jnp.asarray(temperature, jnp.float32)
     # A number is static, and 0 < β < 1 is checked at trace time; an array is traced.
@@ -98,12 +98,12 @@ def head_and_inside(
     temperature: checks.Scalar,
     plan: Plan,
 ) -> tuple[Array, Array]:
-    """Σ_{v in K} P_v log(P_v/Q_v) of the k likeliest tokens K, and whose token is in K.
+    """Σ_{v in K} P_v log(P_v/Q_v), K the k likeliest tokens, and whose token is in K.
 
     Args:
       tokens: i32[B, T], the token drawn at each position.
       plan: with `head` and k.
-      the others: those of `divergence`.
+      the others: as in `divergence`.
 
     Returns:
       f32[B, T], nats, whose gradient Σ_{v in K} ∇P_v·log(P_v/Q_v) reaches `hidden` and
@@ -121,7 +121,7 @@ def _divergence(plan: Plan, policy: Model, reference: Model, beta: Array | None)
 
 
 def _output(result: Result, plan: Plan) -> Any:
-    """The divergence; of a head with its tokens, which have no gradient."""
+    """The divergence; with `plan.head` also the tokens of K, which have no gradient."""
     if not plan.head:
         return result.kl
     assert result.rest is not None
@@ -148,7 +148,7 @@ def _backward(
         cotangent = jnp.zeros_like(result.kl)
     live = cotangent != 0
     scale = (cotangent / temperature)[..., None]
-    # Times a cotangent of 0, NaN of a masked position would still be NaN.
+    # A masked position may hold NaN, and 0 · NaN would reach the head's gradient.
     live_hidden = jnp.where(live[..., None], hidden, jnp.zeros_like(hidden))
 
     def step(carry: tuple[Array, Array, Any], index: Array) -> tuple[Any, ...]:
@@ -163,7 +163,7 @@ def _backward(
         for_logits = jnp.where(live[..., None] & fresh, for_logits * slope, 0.0)
         for_logits = for_logits.astype(hidden.dtype)
         rows = jax.lax.dynamic_slice_in_dim(head, start, plan.chunk)
-        if plan.unused:  # they may hold anything; times 0 it must be 0
+        if plan.unused:  # their rows may hold NaN, and 0 · NaN is NaN
             rows = jnp.where(fresh[0, 0, :, None], rows, jnp.zeros_like(rows))
         for_hidden += jnp.einsum(
             "btv,vd->btd",
@@ -174,14 +174,14 @@ def _backward(
         for_rows = jnp.einsum(
             "btv,btd->vd", for_logits, live_hidden, preferred_element_type=jnp.float32
         ).astype(head.dtype)
-        # A token is fresh in one chunk, and adds 0 where it comes again.
+        # Where chunks overlap, a token is fresh in one and adds 0 in the other.
         for_rows += jax.lax.dynamic_slice_in_dim(for_head, start, plan.chunk)
         for_head = jax.lax.dynamic_update_slice_in_dim(
             for_head, for_rows, start, axis=0
         )
         return for_hidden, for_head, inner
 
-    # Most losses fix the temperature: its sum is then not computed at all.
+    # Most losses fix the temperature: its sum is then not computed.
     inner = None if scalars is None else jnp.zeros_like(result.kl)
     empty = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(head), inner
     for_hidden, for_head, inner = passes.loop(step, empty, plan)
@@ -193,7 +193,7 @@ def _backward(
             apart = _ref_mean(result, beta) - result.mean
             for_beta = jnp.sum(cotangent * apart, where=live)
     for_policy = Model(for_hidden.astype(hidden.dtype), for_head, for_temperature)
-    # None: the reference's hidden states and head have no gradient, by definition.
+    # None: by definition the reference's hidden states and head have no gradient.
     return for_policy, None, for_beta
 
 
@@ -201,12 +201,12 @@ _divergence.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _ref_mean(result: Result, beta: checks.Scalar) -> Array:
-    """KL(π_ref ‖ M), f32[B, T], of which JSD_β is β times, and 1 - β of KL(π ‖ M)."""
+    """KL(π_ref ‖ M) = (JSD_β - (1 - β)·KL(π ‖ M))/β, f32[B, T]."""
     return (result.kl - (1 - beta) * result.mean) / beta
 
 
 def _slopes(saved: _Saved, start: Array, plan: Plan) -> tuple[Array, Array, Array]:
-    """z of a chunk, the gradient of the KL by it, and the terms of that by -log τ.
+    """z of a chunk, ∂KL/∂z, and the terms of the sum ∂KL/∂(-log τ).
 
     f32[B, T, chunk] each. The compiler drops the last where nothing reads it.
     """

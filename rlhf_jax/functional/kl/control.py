@@ -1,11 +1,11 @@
 """Control of the KL coefficient β: constant, scheduled, or with a target for the KL.
 
-`Control` is a choice of `Fixed`, `Linear`, `Adaptive`, `PI` and `Lagrangian`, each with
-its own options and a method `controller`, which makes the controller of a run before
-its first iteration. It takes β at the start, `kl_coef`, in reward units per nat (above
-0 where the rule multiplies it, and within the bounds), and the iterations of the run,
-`num_steps`, which only `Linear` reads. `fixed` and `scheduled` make a controller from a
-number and from a function. `controllers` has the update rules.
+`Control` is one of `Fixed`, `Linear`, `Adaptive`, `PI` and `Lagrangian`, each with its
+own options. Its method `controller` makes the controller of a run before the first
+iteration, from `kl_coef`, β at the start in reward units per nat (above 0 where the
+rule multiplies β, and within the bounds), and `num_steps`, the iterations of the run,
+which only `Linear` reads. `fixed` makes a controller from a number, `scheduled` from a
+function. `controllers` has the update rules.
 
 The usual range of β is 0.02-0.1 reward units per nat.
 """
@@ -56,7 +56,7 @@ __all__ = [
 
 Array = jax.Array
 
-_RANGE = 10.0  # default bounds of β over, and under, its start
+_RANGE = 10.0  # the default bounds of β are its start times and divided by this
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Fixed:
     def controller(
         self, kl_coef: checks.Scalar, *, num_steps: int | None = None
     ) -> FixedKL:
-        """`fixed(kl_coef)`.
+        """The controller, `fixed(kl_coef)`.
 
         >>> constant = Fixed().controller(0.05)
         >>> print(constant.kl_coef)
@@ -122,9 +122,9 @@ class _Target:
         return self.target if self.unit == "response" else None
 
     def _fields(self, kl_coef: checks.Scalar, *, multiplied: bool) -> dict[str, Any]:
-        """Fields that the records of these options share, checked.
+        """Checks and returns the fields that all records with a target share.
 
-        Arrays are not read: runs may be mapped over their coefficient.
+        Arrays are not checked: runs may be mapped over their coefficient.
         """
         check = checks.positive if multiplied else checks.non_negative
         check(kl_coef=kl_coef)
@@ -143,9 +143,9 @@ class _Target:
             upper = kl_coef * _RANGE
             if checks.number(upper) == 0:
                 raise checks.InputError(
-                    f"max_kl_coef: expected a number above 0, got none with a kl_coef "
-                    f"of {kl_coef:g}, of which it would be {_RANGE:g} times; give "
-                    f"max_kl_coef"
+                    f"max_kl_coef: expected a number above 0, got None with kl_coef "
+                    f"{kl_coef:g}, for which the default of {_RANGE:g} times kl_coef "
+                    f"is 0; give max_kl_coef"
                 )
         checks.positive(max_kl_coef=upper)
         checks.within(
@@ -165,10 +165,10 @@ class _Target:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adaptive(_Target):
-    """β is multiplied by at most 1 ± 0.2·n/horizon per n responses.
+    """β is multiplied by a factor within 1 ± 0.2·n/horizon per n responses.
 
-    openai/lm-human-preferences: β 0.15 reward units per nat at the start, a target of 6
-    nats per response, a horizon of 10000 responses.
+    openai/lm-human-preferences starts at β = 0.15 reward units per nat, with a target
+    of 6 nats per response and a horizon of 10000 responses.
 
     Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
     """
@@ -206,14 +206,14 @@ class PI(_Target):
     """
 
     proportional: float = 0.3
-    """Proportional gain kp: change of log β for a relative error of 1; it damps. 0
-    disables it."""
+    """Proportional gain kp: change of log β for a relative error of 1, which damps
+    oscillations; 0 disables it."""
     integral: float = 0.05
-    """Integral gain ki: change of log β per iteration for a relative error of 1; it
+    """Integral gain ki: change of log β per iteration for a relative error of 1, which
     brings the error to 0."""
     max_error: float = 1.0
-    """Largest relative error of the KL that counts; larger ones are clipped to it. An
-    error of 1 is a KL of twice the target, and of -1 a KL of 0."""
+    """Bound of the relative error of the KL: errors are clipped to ± this. An error of
+    1 is a KL of twice the target, an error of -1 a KL of 0."""
 
     def controller(
         self, kl_coef: checks.Scalar, *, num_steps: int | None = None
@@ -251,7 +251,7 @@ class Lagrangian(_Target):
     def controller(
         self, kl_coef: checks.Scalar, *, num_steps: int | None = None
     ) -> LagrangianKL:
-        """The controller; kl_coef may be 0, where the upper bound has no default.
+        """The controller; kl_coef may be 0, but then max_kl_coef has no default.
 
         >>> controller = Lagrangian(target=6.0, unit="response").controller(0.1)
         >>> print(controller.min_kl_coef, controller.max_kl_coef)
@@ -274,7 +274,7 @@ def fixed(kl_coef: checks.Scalar) -> FixedKL:
     """A constant coefficient.
 
     Args:
-      kl_coef: β, reward units per nat; 0.0 is no penalty. An array is not read.
+      kl_coef: β, reward units per nat; 0.0 is no penalty. An array is not checked.
 
     >>> print(fixed(0.05).kl_coef)
     0.05
@@ -294,7 +294,7 @@ def scheduled(schedule: Schedule, *, num_steps: int) -> ScheduledKL:
     Args:
       schedule: i32[] -> f32[], iteration to reward units per nat. Cached programs
         compare it by identity, so build it once.
-      num_steps: iterations of the run. The schedule is evaluated at each of them here.
+      num_steps: iterations of the run. The schedule is evaluated and checked at each.
 
     Raises:
       ValueError: the schedule does not return a scalar. InputError: it returns a number
@@ -315,7 +315,7 @@ def scheduled(schedule: Schedule, *, num_steps: int) -> ScheduledKL:
         checks.shape((), **{"schedule(0)": first})
         steps = jnp.arange(num_steps, dtype=jnp.int32)
         kl_coefs = jax.vmap(lambda step: scalar(schedule(step)))(steps)
-    if not isinstance(kl_coefs, Tracer):  # of a traced β it is not read
+    if not isinstance(kl_coefs, Tracer):  # a traced β cannot be checked
         for step, kl_coef in enumerate(np.asarray(kl_coefs)):
             checks.non_negative(**{f"schedule({step})": kl_coef})
     return ScheduledKL(

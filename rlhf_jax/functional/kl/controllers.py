@@ -1,4 +1,4 @@
-"""The KL coefficient β as a value in the training state, with one record per rule.
+"""Controllers of the KL coefficient β: one record per rule, part of the training state.
 
 A controller has a `kl_coef`, in reward units per nat, and a pure method `update` that
 returns the next record. It is part of every snapshot. `control` makes controllers from
@@ -7,7 +7,7 @@ checked numbers.
 Controllers with a target keep β within [`min_kl_coef`, `max_kl_coef`]. Without bounds,
 a KL that starts at 0, as in every run, or that stays above its target for long would
 move β without limit: the integral winds up, and a β that is multiplied never leaves 0
-or infinity. At a bound β stays until the error changes its sign, at the latest.
+or infinity. β leaves a bound once the error changes its sign, at the latest.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Array = jax.Array
 Schedule = Callable[[Array], Array]
 """β of an iteration: i32[] -> f32[], reward units per nat."""
 Unit = Literal["response", "token"]
-"""Unit of a target: nats per response, or nats per token. The latter is the KL of all
+"""Unit of a target: nats per response, or nats per token, which is the KL of all
 responses divided by the number of their tokens."""
 
 _LARGEST_ERROR = 0.2  # of AdaptiveKL, as in openai/lm-human-preferences
@@ -36,7 +36,7 @@ _LARGEST_ERROR = 0.2  # of AdaptiveKL, as in openai/lm-human-preferences
 
 @flax.struct.dataclass
 class FixedKL:
-    """KL coefficient that is constant."""
+    """A constant KL coefficient."""
 
     kl_coef: Float32[Array, ""]  # reward units per nat
 
@@ -47,7 +47,7 @@ class FixedKL:
         num_episodes: int,
         mean_length: Float32[Array, ""] | None = None,
     ) -> FixedKL:
-        """The same record, whatever the KL.
+        """Returns the same record, whatever the KL.
 
         >>> controller = FixedKL(kl_coef=scalar(0.1))
         >>> print(controller.update(kl=scalar(9.0), num_episodes=64).kl_coef)
@@ -61,7 +61,7 @@ class FixedKL:
 
 @flax.struct.dataclass
 class ScheduledKL:
-    """KL coefficient that is a function of the iteration, as `optax` schedules are."""
+    """A KL coefficient that is a function of the iteration, as an optax schedule."""
 
     kl_coef: Float32[Array, ""]  # reward units per nat, schedule(step)
     step: Int32[Array, ""]  # iterations done
@@ -75,7 +75,7 @@ class ScheduledKL:
         num_episodes: int,
         mean_length: Float32[Array, ""] | None = None,
     ) -> ScheduledKL:
-        """The coefficient of the next iteration; after the last one it is constant.
+        """Returns the record of the next iteration; after the last, β is constant.
 
         >>> halve = lambda step: 0.4 * 0.5**step
         >>> start = ScheduledKL(scalar(0.4), jnp.array(0), schedule=halve, num_steps=2)
@@ -93,7 +93,7 @@ class ScheduledKL:
 
 @flax.struct.dataclass
 class _TargetKL(abc.ABC):
-    """KL coefficient that moves to keep the KL at a target."""
+    """A KL coefficient that moves to keep the KL at a target."""
 
     kl_coef: Float32[Array, ""]  # reward units per nat
     min_kl_coef: Float32[Array, ""]  # reward units per nat
@@ -108,14 +108,13 @@ class _TargetKL(abc.ABC):
         num_episodes: int,
         mean_length: Float32[Array, ""] | None = None,
     ) -> Self:
-        """The next record, with β within its bounds; the class has the rule.
+        """Returns the next record, by the rule of the class, with β within its bounds.
 
         Args:
           kl: f32[], mean over responses of the KL summed over tokens, nats per
-            response, whatever the unit of the target. The coefficient stays where kl is
-            NaN or infinite, and where it is None: an iteration that measured no KL.
-          num_episodes: n, responses since the last KL that was measured; read by
-            `AdaptiveKL`.
+            response, whatever the unit of the target. β does not change where kl is
+            NaN, infinite, or None (an iteration that measured no KL).
+          num_episodes: n, responses since the last measured KL; read by `AdaptiveKL`.
           mean_length: f32[], mean number of tokens of the same responses; read where
             the unit is the token.
 
@@ -123,7 +122,7 @@ class _TargetKL(abc.ABC):
           ValueError: kl is not a scalar, the unit is the token and mean_length is None,
           or n is so large that the β of `AdaptiveKL` could reach 0.
         """
-        # Static: a step that takes no KL has another program.
+        # Static: a step without a KL is another program.
         if kl is None:
             return self
         checks.shape((), kl=kl)
@@ -140,7 +139,7 @@ class _TargetKL(abc.ABC):
 
     @abc.abstractmethod
     def _next(self, kl: Array, *, num_episodes: int) -> Self:
-        """The next record, by a KL in nats per unit that may be NaN or infinite."""
+        """The next record, from a KL in nats per unit that may be NaN or infinite."""
 
     def _with(self, kl_coef: Array) -> Self:
         """The same record with another coefficient, clipped to its bounds."""
@@ -214,7 +213,7 @@ class ProportionalIntegralKL(_TargetKL):
         usable = jnp.isfinite(kl)
         return dataclasses.replace(
             self._with(self.kl_coef * jnp.where(usable, jnp.exp(move), 1.0)),
-            # The next proportional step is taken from the last KL that was measured.
+            # The next proportional step starts from the last measured KL.
             error=jnp.where(usable, error, self.error),
         )
 
@@ -252,7 +251,7 @@ KLController = (
 
 
 def scalar(number: float | Shaped[Array, ""]) -> Float32[Array, ""]:
-    """A copy of a number as f32[]: a donated state must not share its buffers.
+    """Copies a number as f32[]: a donated state must not share its buffers.
 
     >>> print(scalar(0.05).dtype, scalar(0.05).shape)
     float32 ()

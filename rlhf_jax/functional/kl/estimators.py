@@ -15,8 +15,8 @@ in the loss, and `gradients` names their gradients. No function here takes a mas
 reduce the result with `masked`.
 
 The reference is the second argument and has no gradient, as everywhere in this package.
-So the forward KL is not a call with the two models exchanged: that would train nothing.
-`exact` and `top_k` have `direction="forward"` for it.
+So do not exchange the two models for a forward KL: that would train nothing. `exact`
+and `top_k` have `direction="forward"` for it.
 
 `exact` and `top_k` read logits and do not shift columns. `hidden_states` computes the
 same from hidden states, with columns shifted by one as in `logprobs`:
@@ -151,7 +151,7 @@ def top_k(
     Args:
       logits, ref_logits: floats[..., V] of any precision; cast to float32.
       k: tokens outside the bucket, 1 to V.
-      temperature, direction: of `exact`.
+      temperature, direction: as in `exact`.
 
     Returns:
       f32[...], nats per logit position, up to rounding never negative. The gradient
@@ -184,11 +184,11 @@ def top_k(
 def _bucketed(
     logprobs: Float32[Array, "*shape V"], ids: Int32[Array, "*shape k"]
 ) -> Float32[Array, "*shape k+1"]:
-    """The log-probs of the tokens `ids`, then that of all others together."""
-    from rlhf_jax.functional.kl import passes  # which estimates at tokens do not need
+    """The log-probs of the tokens `ids`, then the log-prob of all others together."""
+    from rlhf_jax.functional.kl import passes  # which only `top_k` needs
 
     alone = jnp.take_along_axis(logprobs, ids, axis=-1)
-    # Tokens of probability 0 stay out of the sum: their gradient would be 0·inf.
+    # Tokens of probability 0 are left out of the sum: their gradient would be 0·inf.
     other = ~passes.marked(ids, size=logprobs.shape[-1]) & (logprobs > -jnp.inf)
     some = jnp.any(other, axis=-1, keepdims=True)
     safe = jnp.where(other, logprobs, jnp.where(some, -jnp.inf, 0.0))
@@ -210,7 +210,7 @@ def _both_logprobs(
 
 
 def _of_buckets(logprobs: Array, ref_logprobs: Array, direction: Direction) -> Array:
-    """The KL of outcomes that exclude each other, f32[..., K], with 0·log 0 = 0."""
+    """The KL between distributions over K outcomes, f32[..., K], with 0·log 0 = 0."""
     if direction == "forward":
         logprobs, ref_logprobs = ref_logprobs, logprobs
     possible = logprobs > -jnp.inf

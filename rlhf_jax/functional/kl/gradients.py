@@ -16,8 +16,8 @@ expected gradients of a reverse penalty, KL(π ‖ π_ref), are
 sequence distributions. "fixed-state" is Σ_t E_prefix ∇KL at that prefix: it does not
 include how the policy changes the prefixes that it visits. "mean k2" is ∇E_π[k2].
 
-∇E_π[k] has two parts: one through ∇log π, which is the reward's, and one through k,
-which is the loss's. So an estimate that is unbiased for every policy (k1, k3, exact)
+∇E_π[k] has two parts: one through ∇log π, which the reward gives, and one through k,
+which the loss gives. So an estimate that is unbiased for every policy (k1, k3, exact)
 has the full gradient where it is in both places, or where the loss has another estimate
 with the same gradient.
 
@@ -41,8 +41,8 @@ hold only approximately: k1 in the loss is then not zero, and k1 in the reward i
 full reverse.
 
 Exact KL over a top k and one bucket has the same gradients, for the KL of the bucketed
-distributions ("top-k full reverse"). With a sampled tail it has that of exact KL in the
-loss.
+distributions ("top-k full reverse"). In the loss with a sampled tail, it has the
+gradient of exact KL over all tokens.
 
 Source: Tang and Munos 2025, arXiv:2506.09477, and Liu et al. 2025, arXiv:2510.01555.
 The tests check every row by enumeration, with and without a stop token.
@@ -83,10 +83,10 @@ def terms(
     """The expected gradient as a sum, {name: factor}; {} is zero.
 
     Args:
-      in_reward, in_loss: the estimators in reward and loss; None is no estimator.
+      in_reward, in_loss: the estimators in reward and loss; None uses no estimator.
       per_response: True where one estimate is made of a whole response.
       importance_weights: "token" weights an estimate by its own token, "prefix" by all
-        tokens up to it; None is no weights.
+        tokens up to it; None uses no weights.
       top_k: True where exact is over a top k and one bucket.
 
     >>> choice = {"direction": "reverse", "per_response": False}
@@ -134,7 +134,7 @@ def terms(
 
 
 def name(terms: Mapping[str, float]) -> str:
-    """The sum in words.
+    """Writes the sum in words.
 
     >>> name({"full reverse": 1, "fixed-state forward": -1})
     'full reverse - fixed-state forward'

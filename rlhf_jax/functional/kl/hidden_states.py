@@ -50,17 +50,17 @@ def exact_from_hidden(
       ref_hidden, ref_head: floats[B, S, D'] and floats[V'', D'], the reference's; its
         width and its padding may differ.
       vocab_size: V, the true vocabulary; None when no row is padding.
-      softcap, ref_softcap: c of logits c·tanh(x / c) of the policy and of the
-        reference, before the temperature; None disables it.
+      softcap, ref_softcap: c of the soft-capped logits c·tanh(x / c) of the policy and
+        the reference, before the temperature; None disables it.
       first_column: the first column to compute; earlier ones are 0. The prompt's width
         P gives the response alone.
       direction: "reverse" is KL(π ‖ π_ref), "forward" KL(π_ref ‖ π).
-      k: tokens outside the bucket, 1 to V, which the same pass finds; no gradient flows
+      k: tokens outside the bucket, 1 to V, found in the same pass; no gradient flows
         through their choice. None takes every token.
       max_logits: logits of both models in memory at a time. The least is one token of
         the vocabulary for every position (2·B·S).
-      unused: ranges of ids below `vocab_size` that no token has; they are no part of
-        either distribution.
+      unused: ranges of ids below `vocab_size` that are not tokens; they have
+        probability 0 in both distributions.
 
     Returns:
       f32[B, S], nats; column t is about the distribution that tokens[:, t] was drawn
@@ -68,7 +68,7 @@ def exact_from_hidden(
       `head` and `temperature`. Columns whose cotangent is 0 (masked out) do not
       contribute to it, whatever their hidden states.
 
-    Source: Cover and Thomas, Elements of Information Theory, eq. 2.26, and of the
+    Source: Cover and Thomas, Elements of Information Theory, eq. 2.26, and for the
     bucket theorem 2.7.1, the log-sum inequality; the running sums are those of Milakov
     and Gimelshein 2018, arXiv:1805.02867.
 
@@ -115,13 +115,13 @@ def head_from_hidden(
 ) -> tuple[Float32[Array, "B S"], Bool[Array, "B S"]]:
     """Σ_{v in K} P_v log(P_v/Q_v) of the policy's k most likely tokens K.
 
-    P and Q are of the whole vocabulary. `penalty.with_sampled_tail` adds an
-    estimate of the other tokens' part of the KL.
+    P and Q are normalised over the whole vocabulary. `penalty.with_sampled_tail` adds
+    an estimate of the other tokens' part of the KL.
 
     Args:
-      tokens: i32[B, S], of the rows: column t is about tokens[:, t].
-      k: tokens of K, 1 to V.
-      the others: as `exact_from_hidden`.
+      tokens: i32[B, S], the sampled tokens; column t is about tokens[:, t].
+      k: number of tokens in K, 1 to V.
+      the others: as in `exact_from_hidden`.
 
     Returns:
       f32[B, S], nats, of either sign, and bool[B, S], True where tokens[:, t] is in K.
@@ -182,7 +182,7 @@ def jensen_shannon_from_hidden(
         reaches it.
       k: take the policy's k most likely tokens one by one and all others as one bucket,
         as `kl.top_k` does; None takes every token.
-      the others: as `exact_from_hidden`, whose results these are too.
+      the others, and the result: as in `exact_from_hidden`.
 
     Source: Agarwal et al. 2023, arXiv:2306.13649, eq. 1.
 
@@ -251,7 +251,7 @@ def _from_hidden(
     checks.within(
         least=1,
         most=min(padded, ref_padded),
-        advice="pass the size of the true vocabulary, of rows of head and of ref_head",
+        advice="pass the true vocabulary's size, at most the rows of either head",
         vocab_size=vocab_size,
     )
     unused_ids.check(unused, vocab_size=vocab_size)
@@ -290,6 +290,6 @@ def _from_hidden(
 
 
 def _chunk(vocab_size: int, most: int) -> int:
-    """Tokens of a chunk, at most `most`. Even chunks overlap the least."""
+    """Tokens per chunk, at most `most`. Even chunks overlap the least."""
     num_chunks = -(-vocab_size // max(1, most))
     return -(-vocab_size // num_chunks)

@@ -2,12 +2,12 @@
 
 With P the reference (a teacher), Q the policy and M = β·P + (1 - β)·Q their mixture,
 
-    JSD_β = β·KL(P ‖ M) + (1 - β)·KL(Q ‖ M)
-    its gradient by the logits of the policy: (1 - β)·Q_v·(log(Q_v/M_v) - KL(Q ‖ M))
+    JSD_β       = β·KL(P ‖ M) + (1 - β)·KL(Q ‖ M)
+    ∂JSD_β/∂z_v = (1 - β)·Q_v·(log(Q_v/M_v) - KL(Q ‖ M)), z the logits of the policy
 
 JSD_β/β tends to the forward KL(P ‖ Q) as β tends to 0, and JSD_β/(1 - β) to the reverse
-KL(Q ‖ P) as β tends to 1. It is at most -β log β - (1 - β) log(1 - β) nats, however far
-the two are apart.
+KL(Q ‖ P) as β tends to 1. JSD_β is at most -β log β - (1 - β) log(1 - β) nats, however
+far apart the two are.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def mixture_log_ratios(
       beta: share of P in the mixture M, between 0 and 1.
 
     Returns:
-      f32[...] twice, nats. Then β·P log(P/M) + (1 - β)·Q log(Q/M) is the share of a
-      token in JSD_β, and never negative but by rounding.
+      f32[...] twice, nats. The share of a token in JSD_β is β·P log(P/M) +
+      (1 - β)·Q log(Q/M), up to rounding never negative.
 
     Source: Agarwal et al. 2023, arXiv:2306.13649, eq. 1.
 
@@ -53,9 +53,9 @@ def mixture_log_ratios(
     advice = "at 0 and 1 the divergence is 0 for all models: take the forward or the "
     checks.within(above=0, below=1, advice=advice + "reverse KL", beta=beta)
     small, less = -jnp.abs(log_ratio), log_ratio < 0
-    # log(M/Q) where P < Q, else log(M/P): of the more likely of the two.
+    # log(M/Q) where P < Q, else log(M/P): over the larger of the two.
     mixture = jnp.log1p(jnp.where(less, beta, 1 - beta) * jnp.expm1(small))
-    other = mixture - small  # less the log-prob of the other one
+    other = mixture - small  # log M over the smaller of the two
     return -jnp.where(less, mixture, other), -jnp.where(less, other, mixture)
 
 

@@ -1,8 +1,8 @@
-"""The passes over the vocabulary that a divergence takes, some tokens at a time.
+"""The forward passes of a divergence over the vocabulary, in chunks of tokens.
 
-`chunks` has the formulas, the names in them and the gradient. Chunks are slices of
-equal size of the true vocabulary; the last one starts early enough to be whole, and
-tokens of earlier chunks are left out.
+`chunks` has the formulas, their symbols and the gradient. Chunks are slices of equal
+size of the true vocabulary; the last one starts early enough to be whole, and tokens of
+earlier chunks are left out of it.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from rlhf_jax.functional import checks, unused_ids
 from rlhf_jax.functional.kl import mixtures
 
 Array = jax.Array
-NOWHERE = -1e30  # a logit whose exp is 0, also where no other has come before it
+NOWHERE = -1e30  # a logit whose exp is 0; finite, as -inf - -inf is NaN
 
 
 class Plan(NamedTuple):
-    """What is fixed at trace time."""
+    """Sizes and options, fixed at trace time."""
 
     vocab_size: int  # tokens; rows of a head from here on are padding and never read
     chunk: int  # tokens at a time, 1 to vocab_size
-    forward: bool  # KL(ref ‖ π) and not KL(π ‖ ref)
-    k: int | None  # tokens that stand alone, the rest in one bucket; None is all
-    softcap: float | None = None  # c, of the policy's c·tanh(logit / c); None is none
-    ref_softcap: float | None = None  # of the reference's
-    head: bool = False  # the k tokens of a reverse KL, without a bucket of the rest
-    beta: float | None = None  # of a Jensen-Shannon divergence, if it is no array
-    unused: unused_ids.Ranges = ()  # ids that are no part of either distribution
+    forward: bool  # KL(ref ‖ π) instead of KL(π ‖ ref)
+    k: int | None  # tokens outside the bucket; None has no bucket
+    softcap: float | None = None  # c of c·tanh(logit / c), the policy's; None is off
+    ref_softcap: float | None = None  # the reference's
+    head: bool = False  # only the terms of the k tokens of a reverse KL
+    beta: float | None = None  # static β of a Jensen-Shannon divergence
+    unused: unused_ids.Ranges = ()  # ids with probability 0 in both distributions
 
 
 class Model(NamedTuple):
-    """Hidden states, a head and a temperature: distributions over the vocabulary."""
+    """Hidden states, a head and a temperature, which give next-token distributions."""
 
     hidden: Array  # floats[B, T, D]
     head: Array  # floats[V', D]
@@ -43,7 +43,7 @@ class Model(NamedTuple):
 
 
 class _Sum(NamedTuple):
-    """Σ exp(x) = exp(largest)·total, in parts that do not overflow."""
+    """Σ exp(x) = exp(largest)·total, as two numbers that do not overflow."""
 
     largest: Array  # f32[B, T]
     total: Array  # f32[B, T]
@@ -54,25 +54,25 @@ class _Sum(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """What tells the buckets of a top-k KL apart."""
+    """The tokens of a top-k KL, and d of its bucket."""
 
-    alone: Array  # i32[B, T, k], tokens that are a bucket each
-    difference: Array  # f32[B, T], d of the bucket of all other tokens, or for a head
-    # the level, so that none of them has a term
+    alone: Array  # i32[B, T, k], the tokens outside the bucket
+    difference: Array  # f32[B, T], d of the bucket; with `Plan.head` the level, so that
+    # no token of the bucket has a term
 
 
 class Result(NamedTuple):
-    """The divergence, and what its gradient is made of."""
+    """The divergence, and what its gradient needs."""
 
     kl: Array  # f32[B, T], nats; the divergence
-    log_sum: Array  # f32[B, T], of the policy's logits
-    ref_log_sum: Array  # f32[B, T]
+    log_sum: Array  # f32[B, T], log Σ exp(z)
+    ref_log_sum: Array  # f32[B, T], log Σ exp(y)
     mean: Array  # f32[B, T], E[d]; with a mixture KL(π ‖ M)
-    rest: Rest | None  # None where every token stands alone
+    rest: Rest | None  # None without a bucket
 
 
 def forward(policy: Model, reference: Model, beta: Array | None, plan: Plan) -> Result:
-    """The divergence with what its gradient needs, in one pass, or two of a mixture."""
+    """Computes the divergence in one pass over the vocabulary; a mixture takes two."""
     share = plan.beta if beta is None else beta
     return (_exact if plan.k is None else _top_k)(policy, reference, share, plan)
 
@@ -80,8 +80,8 @@ def forward(policy: Model, reference: Model, beta: Array | None, plan: Plan) -> 
 def _exact(
     policy: Model, reference: Model, beta: checks.Scalar | None, plan: Plan
 ) -> Result:
-    # The first chunks may have no token. Their sums are then of NOWHERE, and the first
-    # one that has a token shrinks them to 0; -inf - -inf would be NaN.
+    # The first chunks may have only unused ids. Their sums are then over NOWHERE, and
+    # the first chunk with a token shrinks them to 0; -inf - -inf would be NaN.
     absent = NOWHERE if plan.unused else -jnp.inf
 
     def step(carry: tuple[_Sum, _Sum, Array], index: Array) -> tuple[Any, ...]:
@@ -94,7 +94,7 @@ def _exact(
         ref_grown, ref_terms, ref_shrink = _add(ref_total, jnp.where(fresh, y, absent))
         if plan.forward:
             terms, shrink = ref_terms, ref_shrink
-        # Of equal models every d is exactly 0, and so is the KL.
+        # Between equal models every d is exactly 0, and so is the KL.
         moment = moment * shrink + jnp.sum(terms * difference, axis=-1)
         return grown, ref_grown, moment
 
@@ -116,7 +116,7 @@ def _jensen_shannon(
     beta: checks.Scalar,
     plan: Plan,
 ) -> Result:
-    """The second pass, with the sums of the first."""
+    """The second pass, which reads the sums of the first."""
 
     def step(carry: tuple[Array, Array], index: Array) -> tuple[Array, Array]:
         start, fresh = tokens(index, plan)
@@ -138,7 +138,7 @@ def _of_mixture(
     included: Array,
     beta: checks.Scalar,
 ) -> tuple[Array, Array]:
-    """The share of some tokens in JSD_β and in KL(π ‖ M), f32[B, T]."""
+    """The parts of JSD_β and of KL(π ‖ M) from these tokens, f32[B, T] each."""
     from_mixture, ref_from_mixture = mixtures.mixture_log_ratios(
         (log_sum - ref_log_sum)[..., None] - difference, beta=beta
     )
@@ -154,10 +154,10 @@ def _of_mixture(
 def _top_k(
     policy: Model, reference: Model, beta: checks.Scalar | None, plan: Plan
 ) -> Result:
-    """Over the k likeliest tokens of the policy and a bucket.
+    """The divergence over the k likeliest tokens of the policy and one bucket.
 
-    A token that a likelier one drives out joins the bucket then, so that the mass of
-    the bucket is a sum of its own tokens and never 1 minus the others.
+    A token that drops out of the top k joins the bucket. So the mass of the bucket is a
+    sum over its tokens, never 1 minus the others.
     """
     assert plan.k is not None
     k, shape = plan.k, policy.hidden.shape[:2]
@@ -172,7 +172,7 @@ def _top_k(
         here = jnp.broadcast_to(here[None, None, :], (*shape, plan.chunk))
         ids = jnp.concatenate([ids, here], axis=-1)
         top_z, at = jax.lax.top_k(z, k)
-        # bool[B, T, k + chunk]: those among the k so far and this chunk that stay.
+        # bool[B, T, k + chunk]: the new top k among the old top k and this chunk.
         marks = marked(at, size=z.shape[-1])
 
         def with_dropped(rest: Array, logits: Array) -> Array:
@@ -194,7 +194,7 @@ def _top_k(
     )
     z = jnp.concatenate([top_z, rest_z[..., None]], axis=-1)
     y = jnp.concatenate([top_y, rest_y[..., None]], axis=-1)
-    # The bucket of k = V holds no token: -inf in both.
+    # With k = V the bucket is empty: -inf in both.
     difference = jnp.where(z > -jnp.inf, z - y, 0.0)
     empty = _Sum(no_rest, jnp.zeros(shape, jnp.float32))
     total, terms, _ = _add(empty, z)
@@ -219,7 +219,7 @@ def _top_k(
 
 
 def _add(total: _Sum, logits: Array) -> tuple[_Sum, Array, Array]:
-    """The sum with f32[B, T, ...] logits; their terms in it; the old terms' factor."""
+    """Adds logits f32[B, T, ...]: the sum, their terms, the factor of the old terms."""
     largest = jnp.maximum(total.largest, jnp.max(logits, axis=-1))
     terms = jnp.exp(logits - largest[..., None])
     shrink = jnp.exp(total.largest - largest)
@@ -236,14 +236,14 @@ def _summarise(
 
 
 def _level(total: _Sum, ref_total: _Sum) -> Array:
-    """f32[B, T]: by how much the log-sum of the policy's logits is the larger one."""
-    # Differences before sums: a level that both logits share would cost digits.
+    """f32[B, T], log Σ exp(z) - log Σ exp(y)."""
+    # Subtract before adding: a large value common to both would cost digits.
     level = jnp.log(total.total) - jnp.log(ref_total.total)
     return level + (total.largest - ref_total.largest)
 
 
 def loop(step: Callable[[Any, Array], Any], carry: Any, plan: Plan) -> Any:
-    """`step` over the chunks' numbers."""
+    """Scans `step` over the indices of the chunks."""
     num_chunks = -(-plan.vocab_size // plan.chunk)
     steps = jnp.arange(num_chunks, dtype=jnp.int32)
     return jax.lax.scan(lambda carry, index: (step(carry, index), None), carry, steps)[
@@ -252,7 +252,7 @@ def loop(step: Callable[[Any, Array], Any], carry: Any, plan: Plan) -> Any:
 
 
 def tokens(index: Array, plan: Plan) -> tuple[Array, Array]:
-    """First id of chunk `index`, and bool[1, 1, chunk]: tokens not in one before."""
+    """First id of chunk `index`, and bool[1, 1, chunk], True at tokens to read."""
     first = index * plan.chunk
     start = jnp.minimum(first, plan.vocab_size - plan.chunk)
     ids = start + jnp.arange(plan.chunk, dtype=jnp.int32)
@@ -280,8 +280,7 @@ def both(
 
 def _raw_logits(hidden: Array, head: Array, start: Array, plan: Plan) -> Array:
     """hidden·headᵀ of a chunk, f32[B, T, chunk]."""
-    # A slice of the table by chunk: the head is never copied in the compute dtype
-    # whole.
+    # Cast by chunk: the head is never copied whole in the compute dtype.
     rows = jax.lax.dynamic_slice_in_dim(head, start, plan.chunk)
     return jnp.einsum(
         "btd,vd->btv",
@@ -292,7 +291,7 @@ def _raw_logits(hidden: Array, head: Array, start: Array, plan: Plan) -> Array:
 
 
 def marked(at: Array, *, size: int) -> Array:
-    """bool[..., size], True at the places `at` i32[..., k]; others are left out."""
+    """bool[..., size], True at the indices `at` i32[..., k] that are within size."""
     at = jnp.where((at >= 0) & (at < size), at, size)
     nothing = jnp.zeros((*at.shape[:-1], size + 1), jnp.bool_)
     return jnp.put_along_axis(nothing, at, True, axis=-1, inplace=False)[..., :size]

@@ -43,7 +43,7 @@ _NEVER = -1e4  # nats
 
 
 class Estimates(NamedTuple):
-    """Estimates at their columns, finite in float32, and which shares were clipped."""
+    """Estimates at their columns, finite in float32, and the shares capped."""
 
     kl: Float32[Array, "B S"]  # nats, 0 at columns without an estimate
     # (number of clipped estimates, number of estimates)
@@ -64,13 +64,15 @@ def weighted_estimates(
     """w·(g + stop_gradient(v - g)): values v with the gradient of the estimates g.
 
     Args:
-      penalty: its value_estimator gives v; per, importance_weights and clip are read.
+      penalty: its value_estimator gives v; per, importance_weights, tail and clip are
+        read as well.
       log_ratio: f32[B, S], nats, x of the estimators at each token.
       log_weights: f32[B, S], nats, log w of each token; None is w = 1.
       exact: f32[B, S], nats; required where an estimator is exact.
+      estimator: gives g.
 
     Returns:
-      Estimates and shares. The gradient reaches `log_ratio` and `exact`. It is 0 where
+      Estimates and shares. The gradient reaches `log_ratio` and `exact`; it is 0 where
       the estimate was clipped.
 
     Raises:
@@ -90,7 +92,7 @@ def weighted_estimates(
     if exact is not None:
         exact = _placed(penalty, exact, mask, cells)
     log_weights = _log_importance(penalty, log_weights, mask, cells)
-    # The tail of a sampled one has its tokens' weights already.
+    # Exact KL with a sampled tail contains the token weights already.
     of_exact = jnp.zeros_like(x) if penalty.weights_tail else log_weights
 
     def weighted(estimator: Estimator) -> Array:
@@ -108,7 +110,7 @@ def weighted_estimates(
     slope = weighted(estimator)
     slope = jnp.where(unclipped, slope - jax.lax.stop_gradient(slope), 0.0)
     clipped = jnp.sum(cells & ~unclipped, dtype=jnp.float32)
-    # Reported, as a penalty that hits float32's end no longer grows with the distance.
+    # Reported: a penalty at the bound of float32 no longer grows with the distance.
     capped = log_weights > _most(_estimate(estimator, x, exact))
     if "k3" in penalty.estimators_used:
         far = _far(x, log_weights)
@@ -133,14 +135,14 @@ def with_sampled_tail(
 ) -> Float32[Array, "B S"]:
     """Top-k KL with a sampled tail: head + 1[token not in K]·w·x, x = log(π/π_ref).
 
-    The tail has the gradient w·x·∇log π. So value and gradient are unbiased for the KL
-    at a prefix and Σ_v ∇π(v)·log(π(v)/π_ref(v)), its gradient, for every k: the head
-    has the tokens of K, and the samples all others.
+    The tail has the gradient w·x·∇log π. So for every k the value is unbiased for the
+    KL at a prefix, and the gradient for Σ_v ∇π(v)·log(π(v)/π_ref(v)): the head covers
+    the tokens of K, the samples all others.
 
     Args:
-      head, inside: those of `kl.head_from_hidden`, with the head's gradient.
-      logprobs, ref_logprobs: f32[B, S], nats, of the sampled tokens; -inf is as in
-        `kl_loss`.
+      head, inside: the results of `kl.head_from_hidden`, with the head's gradient.
+      logprobs, ref_logprobs: f32[B, S], nats, of the sampled tokens; -inf counts as
+        -10000.
       log_weights: f32[B, S], nats, log w of each token, π over its sampler; None is
         w = 1.
 
@@ -148,9 +150,9 @@ def with_sampled_tail(
       f32[B, S], nats, 0 outside the mask. The gradient reaches `head` and `logprobs`.
 
     Source: Zhang and Ba 2026, arXiv:2602.04417, top-k KL. The authors' code
-    differentiates the head's P_v log(P_v/Q_v) whole, and the tail as here: its gradient
-    has Σ_{v in K} ∇P_v beside that of the KL. Here neither has that term, whose sum
-    over all tokens is 0.
+    differentiates both factors of the head's P_v log(P_v/Q_v), which adds
+    Σ_{v in K} ∇P_v to the gradient of the KL. Here that term is left out: over all
+    tokens it sums to 0.
 
     >>> arrays = {"logprobs": jnp.log(jnp.array([[0.5, 0.1]]))}
     >>> arrays |= {"ref_logprobs": jnp.log(jnp.array([[0.25, 0.2]]))}
@@ -166,12 +168,12 @@ def with_sampled_tail(
     checks.same_shape(inside=inside, mask=mask)
     checks.boolean(inside=inside)
     sampled = mask & ~inside
-    # Before the product: NaN of a masked token times a cotangent of 0 is NaN.
+    # Select before the product: NaN of a masked token times a cotangent of 0 is NaN.
     x = jnp.where(sampled, _log_ratio("reverse", logprobs, ref_logprobs), 0.0)
     if log_weights is None:
         log_weights = jnp.zeros_like(x)
     tail = jax.lax.stop_gradient(_times(x, jnp.where(sampled, log_weights, 0.0)))
-    # 1 in value: the score of the sampled token.
+    # 1 in value; its gradient is the score ∇log π of the sampled token.
     score = 1.0 + (x - jax.lax.stop_gradient(x))
     return jnp.where(mask, head, 0.0) + tail * score
 
@@ -230,11 +232,10 @@ def _log_importance(
     """f32[B, S], nats, without gradient; 0 where there are no weights."""
     if log_weights is None:
         return jnp.zeros(mask.shape, jnp.float32)
-    # A weight says whose samples these are: the named gradients hold it fixed.
+    # The named gradients hold importance weights fixed.
     log_weights = jax.lax.stop_gradient(log_weights)
     if penalty.importance_weights == "prefix" and penalty.per != "response":
-        # Log-weights add up along the response: the ratio of everything up to the
-        # token.
+        # Log-weights add up along the response, to the ratio of the prefix.
         log_weights = jnp.cumsum(jnp.where(mask, log_weights, 0.0), axis=1)
     return _placed(penalty, log_weights, mask, cells)
 
@@ -264,7 +265,7 @@ def reward_kl(
     """The KL per token that `token_rewards` multiplies by -β.
 
     Args:
-      penalty: which estimate; placement and grad_estimator are not read.
+      penalty: the estimate; placement and grad_estimator are not read.
       logprobs: f32[B, S], nats, of the policy that sampled; column t is about
         tokens[:, t]. Here and in `ref_logprobs` -inf counts as -10000, so that a KL
         stays finite.
@@ -310,7 +311,7 @@ def reward_kl(
     )
     if penalty.value_estimator == "k3" or weighted:
         stats["penalty/overflowfrac"] = weighted_kl.overflowfrac
-    # A reward is data: what is learned of it comes from ∇log π, not from ∇k.
+    # A reward is data: the policy learns from it through ∇log π, not through ∇k.
     return jax.lax.stop_gradient((weighted_kl.kl * _share(penalty, mask), stats))
 
 
@@ -330,7 +331,7 @@ def kl_loss(
     (reverse π/π_old, forward π_ref/π_old), which is not differentiated.
 
     Args:
-      penalty: which estimates; placement is not read.
+      penalty: the estimates; placement is not read.
       logprobs: f32[B, S], nats, of the policy now; column t is about tokens[:, t]. In
         all log-probs -inf counts as -10000, and has no gradient.
       old_logprobs: f32[B, S], nats, of the policy that sampled.
@@ -382,7 +383,7 @@ def kl_loss(
         exact=exact,
         estimator=penalty.in_gradient,
     )
-    # They say what a token counts for; nothing is learned through them.
+    # Weights of an aggregation are constants.
     weights = jax.lax.stop_gradient(jnp.where(mask, weights, 0.0))
     loss = jnp.sum(weights * weighted_kl.kl * _share(penalty, mask))
     num_tokens = jnp.sum(mask, dtype=jnp.float32)
@@ -395,14 +396,14 @@ def kl_loss(
 
 
 def _mixed(penalty: Penalty, ref_logprobs: Array, old_logprobs: Array) -> Array:
-    """Log-probs of what the KL is to: α·log π_ref + (1 - α)·log π_old, or log π_ref.
+    """Log-probs that the KL is taken to: α·log π_ref + (1 - α)·log π_old, or log π_ref.
 
-    Without a normaliser, x is α·log(π/π_ref) + (1 - α)·log(π/π_old), and its mean the
-    sum of two KLs, to the reference and to the policy of the iteration. On the samples
-    of that policy, before it moves, the second has no gradient.
+    The mixture is not normalised, so x is α·log(π/π_ref) + (1 - α)·log(π/π_old), and
+    its mean is a weighted sum of two KLs, to the reference and to the policy that
+    sampled. Before the policy moves, the second has no gradient.
 
-    Source: He et al. 2026, arXiv:2602.11523 (DAR): the reference alone, not the
-    regression that its authors train by.
+    Source: He et al. 2026, arXiv:2602.11523 (DAR): its mixed reference, without the
+    regression that the authors train with (`dar_loss`).
     """
     share = penalty.reference_share
     if share is None:
@@ -413,23 +414,23 @@ def _mixed(penalty: Penalty, ref_logprobs: Array, old_logprobs: Array) -> Array:
 def _log_ratio(
     direction: estimators.Direction, logprobs: Array, ref_logprobs: Array
 ) -> Array:
-    """x with E[x] the KL of this direction, under samples of its first distribution."""
+    """x, whose mean under samples of the direction's first distribution is the KL."""
     policy = _possible(logprobs)
-    # Whatever computed it: a KL is not to be lowered by moving the reference.
+    # Even if a model computed it: moving the reference must not lower a KL.
     reference = jax.lax.stop_gradient(_possible(ref_logprobs))
     return policy - reference if direction == "reverse" else reference - policy
 
 
 def _possible(logprobs: Array) -> Array:
-    """Log-probs, those of a token that a model never draws finite: e^-10000 is 0 too.
+    """Replaces -inf by -10000 nats, whose exp is 0 too, and passes no gradient there.
 
-    At -inf an estimate and its weight would be 0·inf; there is no gradient at one.
+    At -inf the product of an estimate and its weight would be 0·inf.
     """
     return jnp.where(logprobs == -jnp.inf, _NEVER, logprobs)
 
 
 def _share(penalty: Penalty, mask: Array) -> Array:
-    """f32[B, 1]: what an estimate is multiplied by, 1 or 1 / response length."""
+    """f32[B, 1], the factor of an estimate: 1, or 1 / response length."""
     length = jnp.sum(mask, axis=1, dtype=jnp.float32, keepdims=True)
     if penalty.per != "length":
         return jnp.ones_like(length)

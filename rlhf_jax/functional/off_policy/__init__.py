@@ -1,1 +1,1 @@
-"""Tokens that another policy drew: weights for them, and how far that policy is."""
+"""Tokens that another policy drew: importance weights, and how far that policy is."""

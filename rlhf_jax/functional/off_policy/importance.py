@@ -1,16 +1,16 @@
-"""Weights for tokens that another policy drew: the sampler is not the trainer.
+"""Importance weights for tokens that another policy than the trainer drew.
 
 μ drew the tokens, π_old is the trainer before the update. With r_t = π_old/μ of token t
-and R = Π_t r_t of its response, a token's advantage is multiplied by w_t:
+and R = Π_t r_t of its response, the advantage of a token is multiplied by w_t:
 
     token_truncate      w_t = min(r_t, cap)
     token_mask          w_t = r_t where floor <= r_t <= cap, else 0
     sequence_truncate   w_t = min(R, cap)
     sequence_mask       w_t = R where floor <= R <= cap, else 0
     sequence_reject     w_t = 1; a response outside floor <= R <= cap is left out
-    geometric_reject    the same of R^(1/length)
+    geometric_reject    w_t = 1; the same with R^(1/length)
 
-What is masked still counts in what a loss is divided by. What is rejected does not.
+Masked tokens (w_t = 0) still count in the divisor of a loss. Rejected responses do not.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ Correction = Literal[
 
 
 class Weights(NamedTuple):
-    """Importance weights of tokens, and what their bounds did."""
+    """Importance weights of tokens, and where the bounds acted."""
 
-    weights: Float32[Array, "B S"]  # w, 1 outside the mask, 0 where cut to nothing
+    weights: Float32[Array, "B S"]  # w, 1 outside the mask, 0 where masked or rejected
     mask: Bool[Array, "B S"]  # the mask without rejected responses
-    cut: Bool[Array, "B S"]  # tokens whose ratio is at or beyond a bound that acts
+    cut: Bool[Array, "B S"]  # tokens that were truncated, masked or rejected
 
 
 def check_bounds(
@@ -50,8 +50,8 @@ def check_bounds(
 
     Args:
       cap: upper bound of a ratio, dimensionless, 1 or more.
-      floor: lower bound, above 0 and at most 1; None is no bound. Not for a truncation,
-        which bounds a weight from above alone.
+      floor: lower bound, above 0 and at most 1; None is no bound. A truncation takes
+        none.
 
     Raises:
       InputError: there is no such correction, or a bound does not fit.
@@ -85,20 +85,20 @@ def importance_weights(
     cap: checks.Scalar,
     floor: checks.Scalar | None = None,
 ) -> Weights:
-    """w of each token, by the correction's formula above.
+    """w of each token, by the formula of `correction` in the module's table.
 
-    Where logprobs and sampler_logprobs are equal every w is exactly 1. No gradient
-    flows: weights change whose samples these are, not what is differentiated.
+    Where logprobs and sampler_logprobs are equal every w is exactly 1. Weights have no
+    gradient: they correct the distribution of the samples.
 
     Args:
       logprobs: f32[B, S], nats, log π_old of the trainer; column t is about
         tokens[:, t].
-      sampler_logprobs: f32[B, S], nats, log μ of whoever drew the tokens.
-      cap, floor: bounds of the ratio, as `check_bounds` has them.
+      sampler_logprobs: f32[B, S], nats, log μ of the policy that drew the tokens.
+      cap, floor: bounds of the ratio (`check_bounds`).
 
     Returns:
-      Weights[B, S]. `cut` has the tokens at the cap of a truncation, and those of
-      masked or rejected ratios.
+      Weights[B, S]. `cut` marks tokens at or above the cap of a truncation, and tokens
+      that are masked or rejected.
 
     Source: truncation is Yao et al. 2025, "Your efficient RL framework secretly brings
     you off-policy RL training" (of tokens), and Espeholt et al. 2018, arXiv:1802.01561;
@@ -120,7 +120,7 @@ def importance_weights(
     check_bounds(correction, cap=cap, floor=floor)
     checks.shape((None, None), mask=mask)
     checks.masked_floats(mask, logprobs=logprobs, sampler_logprobs=sampler_logprobs)
-    # Whatever stands outside the mask becomes 0, -inf - -inf included.
+    # Entries outside the mask become 0, -inf - -inf included.
     log_ratio = jax.lax.stop_gradient(jnp.where(mask, logprobs - sampler_logprobs, 0.0))
     if correction == "geometric_reject":
         log_ratio = surrogates.at_level(log_ratio, mask=mask, ratio_level="sequence")
@@ -129,7 +129,7 @@ def importance_weights(
         log_ratio = jnp.where(mask, total, 0.0)
     log_cap = jnp.log(jnp.float32(cap))
     if correction.endswith("_truncate"):
-        # Bounded in logs: the ratio of a long response overflows float32.
+        # Bounded in logs: the ratio of a long response may overflow float32.
         weights = jnp.exp(jnp.minimum(log_ratio, log_cap))
         return Weights(weights, mask, mask & (log_ratio >= log_cap))
     within = log_ratio <= log_cap
@@ -138,6 +138,6 @@ def importance_weights(
     cut = mask & ~within
     if correction.endswith("_reject"):
         return Weights(jnp.where(cut, 0.0, 1.0), mask & ~cut, cut)
-    # Selected before exp, which may overflow for what is cut anyway.
+    # Select before exp: ratios that are cut may overflow.
     weights = jnp.exp(jnp.where(within, log_ratio, 0.0))
     return Weights(jnp.where(cut, 0.0, weights), mask, cut)

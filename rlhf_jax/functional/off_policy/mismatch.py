@@ -1,6 +1,6 @@
-"""How far the sampler is from the trainer, and what weights leave of a batch.
+"""Distance between sampler and trainer, and the effective size of a weighted batch.
 
-μ drew the tokens, π_old is the trainer before the update, w their importance weights.
+μ drew the tokens, π_old is the trainer before the update, w are importance weights.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ Stats = masked.Stats
 def weight_stats(
     output: Weights, *, mask: Bool[Array, "B S"], correction: Correction
 ) -> Stats:
-    """Their mean, the share that was cut, and the effective sample size.
+    """The mean of importance weights, the share that was cut, and the sample size left.
 
-    The effective sample size (Σ w)²/Σ w² is that of tokens, or of responses where a
-    response has one weight. It is given as a share of their number: 1 where all weights
-    are equal.
+    The effective sample size (Σ w)²/Σ w² counts tokens, or responses where a response
+    has one weight. It is a share of their number: 1 where all weights are equal.
 
     Args:
       mask: bool[B, S], response tokens, those of rejected responses included.
@@ -31,7 +30,8 @@ def weight_stats(
     Returns:
       {name: (sum, weight)}: `policy/sampler_weight`, the mean of w over tokens;
       `policy/sampler_weight_capped`, the share of tokens in `output.cut`;
-      `policy/sampler_ess`, of the whole batch: shares of its parts do not add up.
+      `policy/sampler_ess`, the effective sample size. It does not add up over parts, so
+      pass the whole batch.
 
     Source: Kong 1992, "A note on importance sampling using standardized weights".
 
@@ -57,10 +57,10 @@ def weight_stats(
     weights, counted = output.weights, mask
     if not correction.startswith("token"):
         counted = mask.any(axis=1)
-        # All tokens of a row have one weight: any reduction picks it.
+        # All tokens of a row have the same weight: any reduction picks it.
         weights = jnp.min(weights, axis=1, where=mask, initial=jnp.inf)
     largest = jnp.max(weights, where=counted, initial=0.0)
-    scaled = weights / jnp.where(largest > 0, largest, 1.0)  # whose squares are finite
+    scaled = weights / jnp.where(largest > 0, largest, 1.0)  # squares stay finite
     total = jnp.sum(scaled, where=counted)
     squares = jnp.sum(jnp.square(scaled), where=counted)
     size = jnp.square(total) / jnp.where(squares > 0, squares, 1.0)
@@ -74,11 +74,11 @@ def sampler_kl(
     sampler_logprobs: Float32[Array, "B S"],
     mask: Bool[Array, "B S"],
 ) -> Stats:
-    """KL(μ ‖ π_old) between sampler and trainer, by the sampler's own tokens.
+    """KL(μ ‖ π_old) between sampler and trainer, estimated on the sampler's tokens.
 
     Args:
       logprobs: f32[B, S], nats, log π_old of the trainer.
-      sampler_logprobs: f32[B, S], nats, log μ of whoever drew the tokens.
+      sampler_logprobs: f32[B, S], nats, log μ of the policy that drew the tokens.
 
     Returns:
       {name: (sum, weight)}, nats per token: `policy/sampler_kl` by k1 and

@@ -1,14 +1,14 @@
-"""Surrogates with a trust region of their own in place of PPO's clip of the ratio.
+"""Surrogates with other trust regions than PPO's clip of the ratio.
 
-    divergence_masks   DPPO: tokens that moved too far, by TV or KL, are left out
-    response_weights   VESPO, TOPR: the ratio of a whole response as a weight
-    advantage_regression   DAR: a weighted log-likelihood
-    geometric_mean     GMPO: the geometric mean of the clipped ratios of a response
-    score_centring     a likelihood without the drift towards its sampler
-    sequence_mask      DeepSeek-V3.2: bad responses that the policy has left
-    token_choice       the tokens that are trained on: by entropy, Clip-Cov, KL-Cov
+    divergence_masks      DPPO: leaves out tokens that moved too far, by TV or KL
+    response_weights      VESPO, TOPR: weights by the ratio of a whole response
+    advantage_regression  DAR: a weighted log-likelihood
+    geometric_mean        GMPO: the geometric mean of the clipped ratios of a response
+    score_centring        a policy gradient without the drift towards its sampler
+    sequence_mask         DeepSeek-V3.2: masks bad responses that have become unlikely
+    token_choice          trains on some tokens only: by entropy, Clip-Cov, KL-Cov
 
-All are aggregated, and report ratios, as `losses.policy_loss` does.
+All losses are aggregated, and report ratios, as `losses.policy_loss` does.
 """
 
 from rlhf_jax.functional.policy_losses.advantage_regression import dar_loss

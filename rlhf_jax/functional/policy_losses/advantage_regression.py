@@ -30,21 +30,21 @@ def dar_loss(
 ) -> tuple[Float32[Array, ""], Stats]:
     """DAR, the mean of -sg(w)·log π, w = min((π_ref/π_old)^α·exp(A/β), cap).
 
-    (π_ref/π_old)^α is of the whole response, α the share. On samples of π_old, where A
-    is r less what does not depend on the response, the minimum is at
-    π_ref^α·π_old^(1 - α)·exp(r/β), which stays where it is at π_ref·exp(r/(αβ)).
+    (π_ref/π_old)^α is the ratio of the whole response, α the share. On samples of
+    π_old, and with A equal to r up to a constant of the prompt, the minimum is at
+    π ∝ π_ref^α·π_old^(1 - α)·exp(r/β). Its fixed point is π ∝ π_ref·exp(r/(αβ)).
 
     Args:
-      old_logprobs, ref_logprobs: f32[B, S], nats, of the policy that sampled, and of
-        the reference.
+      old_logprobs, ref_logprobs: f32[B, S], nats, of the policy that sampled and of the
+        reference.
       beta: β, reward units per nat, above 0; published 0.05.
       share: α, from 0 to 1, dimensionless; published 0.1.
       cap: largest weight, above 1; published 20.
-      the others: those of `losses.policy_loss`.
+      the others: as in `losses.policy_loss`.
 
     Returns:
-      f32[] loss and {name: (sum, weight)}, those of `losses.policy_loss` about ratios
-      of tokens, `policy/gate`: the mean of w, and `policy/clipfrac`: the share of
+      f32[] loss and {name: (sum, weight)}: the ratio statistics of `losses.policy_loss`
+      over tokens, `policy/gate`: the mean of w, and `policy/clipfrac`: the share of
       tokens whose w is capped. The gradient reaches `logprobs` only.
 
     Source: He et al. 2026, arXiv:2602.11523, theorem 4.2 and the loss after it.
@@ -72,7 +72,7 @@ def dar_loss(
     checks.shape((None, None), mask=mask)
     back = jnp.where(mask, ref_logprobs, 0.0) - jnp.where(mask, old_logprobs, 0.0)
     log_weight = share * back.sum(axis=1, keepdims=True) + advantages / beta
-    # The cap is taken in logs, where exp would overflow.
+    # Capped in logs, as exp may overflow.
     most = jnp.log(cap)
     weight = jax.lax.stop_gradient(jnp.exp(jnp.minimum(log_weight, most)))
     loss, stats = aggregate(

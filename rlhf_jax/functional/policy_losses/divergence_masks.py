@@ -1,7 +1,7 @@
 """DPPO: a trust region by the divergence of a token's distribution, not by its ratio.
 
-A token that goes from 1e-5 to 1e-3 has a ratio of 100 and moves next to no probability;
-one that goes from 0.99 to 0.8 has a ratio of 0.81 and moves a fifth of it.
+A token that goes from 1e-5 to 1e-3 has a ratio of 100 and moves almost no probability;
+a token that goes from 0.99 to 0.8 has a ratio of 0.81 and moves a fifth of it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def dppo_loss(
 ) -> tuple[Float32[Array, ""], Stats]:
     """DPPO with binary divergences, the mean of -sg(M·min(ρ, C))·A·log π.
 
-    M is 0 where a token has moved away from μ by more than the threshold, in the
-    direction that A asks for, and 1 elsewhere:
+    M is 0 where a token has moved away from μ by more than a threshold, in the
+    direction in which A pushes it, and 1 elsewhere:
 
         tv    D = |π - μ|
         kl    D = μ log(μ/π) + (1 - μ) log((1 - μ)/(1 - π))
@@ -44,15 +44,15 @@ def dppo_loss(
 
     Args:
       old_logprobs: f32[B, S], nats, log μ of the policy that sampled.
-      divergence: D, of two outcomes: the sampled token, and any other.
+      divergence: D, over two outcomes: the sampled token, and any other.
       threshold, threshold_high: δ and δ_high; a probability with tv, nats with kl.
       cap: C > 1, the largest weight, dimensionless.
-      the others: those of `losses.policy_loss`.
+      the others: as in `losses.policy_loss`.
 
     Returns:
-      f32[] loss and {name: (sum, weight)}, those of `losses.policy_loss` except the
-      dual clip and the overflow: `policy/clipfrac` is the share of tokens with M = 0.
-      The gradient reaches `logprobs` only; mask and weight have none.
+      f32[] loss and {name: (sum, weight)} as in `losses.policy_loss`, without dual clip
+      and overflow; `policy/clipfrac` is the share of tokens with M = 0. The gradient
+      reaches `logprobs` only; mask and weight have none.
 
     Source: Qi et al. 2026, arXiv:2602.04879 (the binary divergences and masks, as in
     the authors' `_compute_token_mask_for_policy_loss` of sail-sg/Stable-RL).
@@ -97,12 +97,12 @@ def dppo_loss(
 
 
 def _divergence(divergence: Divergence, now: Array, old: Array) -> Array:
-    """Of the sampled token against all others, from log π and log μ."""
+    """D over the sampled token and all others, from log π and log μ."""
     if divergence == "tv":
         return jnp.abs(jnp.exp(now) - jnp.exp(old))
     # 1 - p, and 0 where rounding has left a probability above 1.
     rest_now, rest_old = (jnp.maximum(-jnp.expm1(x), 0.0) for x in (now, old))
-    # 0·log 0 is 0; where π has no rest left, and μ has, the divergence is infinite.
+    # 0·log 0 is 0; where only π leaves nothing to the others, the KL is infinite.
     log_rest = jnp.log(jnp.where(rest_old > 0, rest_old, 1.0)) - jnp.log(rest_now)
     others = jnp.where(rest_old > 0, rest_old * log_rest, 0.0)
     return jnp.exp(old) * (old - now) + others

@@ -28,20 +28,20 @@ def gmpo_loss(
 ) -> tuple[Float32[Array, ""], Stats]:
     """GMPO, the mean of -A·exp((1/len) Σ_t c(x_t)), x = log π - log π_old.
 
-    c(x) = min(x, ε_high) where A > 0 and max(x, -ε) where A < 0: the log-ratio of a
-    token is clipped before the mean, where GSPO clips the mean. It has a gradient where
-    it is not clipped. A token with A = 0 is clipped as its response, by Σ_t A.
+    c(x) = min(x, ε_high) where A > 0 and max(x, -ε) where A < 0: each token's log-ratio
+    is clipped before the mean, whereas GSPO clips the mean. Clipped tokens have no
+    gradient. A token with A = 0 is clipped by the sign of its response's Σ_t A.
 
     Args:
       clip_range, clip_range_high: ε and ε_high, nats; published 0.4 both.
-      the others: those of `losses.policy_loss`. Published with sequence_mean, over
-        which every token of a response has the response's loss.
+      the others: as in `losses.policy_loss`. Published with sequence_mean, under which
+        every token of a response carries the response's loss.
 
     Returns:
-      f32[] loss and {name: (sum, weight)}, those of `losses.policy_loss` except the
-      dual clip and the overflow: `policy/clipfrac` is the share of clipped tokens, and
-      ratios are the geometric means. The gradient reaches `logprobs` and, where they
-      bind, both clip ranges.
+      f32[] loss and {name: (sum, weight)} as in `losses.policy_loss`, without dual clip
+      and overflow; `policy/clipfrac` is the share of clipped tokens, and ratios are the
+      geometric means. The gradient reaches `logprobs` and, where they bind, both clip
+      ranges.
 
     Source: Zhao et al. 2025, arXiv:2507.20673, the objective of GMPO.
 
@@ -61,7 +61,7 @@ def gmpo_loss(
     )
     checks.shape((None, None), mask=mask)
     checks.positive(clip_range=clip_range, clip_range_high=clip_range_high)
-    # An importance weight of 0 leaves out a token's loss, and not its ratio.
+    # A token whose A an importance weight set to 0 still has a ratio in the mean.
     whole = advantages.sum(axis=1, keepdims=True)
     clipped = jnp.where(
         jnp.where(advantages == 0, whole, advantages) < 0,
@@ -69,7 +69,7 @@ def gmpo_loss(
         jnp.minimum(log_ratio, clip_range_high),
     )
     level = surrogates.at_level(clipped, mask=mask, ratio_level="sequence")
-    # Before exp: a mean so large, which A < 0 leaves, would be infinite.
+    # Before exp: where A < 0 the mean is not bounded above, and exp may be infinite.
     ratio = jnp.exp(jnp.where(level > surrogates.LARGE, surrogates.LARGE, level))
     loss, stats = aggregate(
         "loss/policy",

@@ -1,10 +1,10 @@
-"""The ratio of a whole response as a weight of its log-prob: VESPO and TOPR.
+"""VESPO and TOPR: log-probs weighted by the ratio of the whole response.
 
-With W = Π_t π/μ of a response, not to the power of 1/length, the weight of its tokens:
+With W = Π_t π/μ of a response, not to the power of 1/length, its tokens are weighted by
 
     VESPO   W^c₁·exp(c₂(1 - W)), with c₁, c₂ by the sign of A: 1 at W = 1, 0 far away
-    TOPR    1 where A >= 0, min(W, 1) where A < 0: a bad response that the policy no
-            longer gives is not pushed down further
+    TOPR    1 where A >= 0, min(W, 1) where A < 0: a bad response is pushed down less,
+            the less likely it has become
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def vespo_loss(
     Args:
       old_logprobs: f32[B, S], nats, log μ of the policy that sampled.
       power, decay: c₁ and c₂ where A > 0, dimensionless, above 0; published 2 and 3.
-      negative_power, negative_decay: the same elsewhere; published 3 and 2.
-      the others: those of `losses.policy_loss`.
+      negative_power, negative_decay: c₁ and c₂ elsewhere; published 3 and 2.
+      the others: as in `losses.policy_loss`.
 
     Returns:
-      f32[] loss and {name: (sum, weight)}, those of `losses.policy_loss` about ratios,
-      of W, and `policy/gate`: the mean of φ. The gradient reaches `logprobs` only.
+      f32[] loss and {name: (sum, weight)}: the ratio statistics of `losses.policy_loss`
+      for W, and `policy/gate`: the mean of φ. The gradient reaches `logprobs` only.
 
     Source: Shen et al. 2026, arXiv:2602.10693, eq. 20.
 
@@ -74,11 +74,11 @@ def vespo_loss(
     )
     log_weight = _of_response(log_ratio, mask)
     better = advantages > 0
-    # In logs: W itself may be infinite where φ is 0.
+    # In logs: W may overflow where φ is 0.
     log_kernel = jnp.where(better, power, negative_power) * log_weight
     slowing = jnp.where(better, decay, negative_decay)
     kernel = jnp.exp(log_kernel + slowing * -jnp.expm1(_bounded(log_weight)))
-    kernel = jax.lax.stop_gradient(kernel)  # of the four numbers as well
+    kernel = jax.lax.stop_gradient(kernel)  # the four options have no gradient either
     loss, stats = aggregate(
         "loss/policy",
         -kernel * advantages * jnp.where(mask, logprobs, 0.0),
@@ -102,11 +102,11 @@ def topr_loss(
 
     Args:
       old_logprobs: f32[B, S], nats, log μ of the policy that sampled.
-      the others: those of `losses.policy_loss`.
+      the others: as in `losses.policy_loss`.
 
     Returns:
-      f32[] loss and {name: (sum, weight)}, those of `losses.policy_loss` about ratios,
-      of W, and `policy/clipfrac`: the share of tokens with A < 0 and W > 1. The
+      f32[] loss and {name: (sum, weight)}: the ratio statistics of `losses.policy_loss`
+      for W, and `policy/clipfrac`: the share of tokens with A < 0 and W > 1. The
       gradient reaches `logprobs` only.
 
     Source: Le Roux et al. 2025, arXiv:2503.14286, the update of TOPR.

@@ -2,8 +2,8 @@
 
     E_μ[A ∇log π] = E_μ[A]·E_μ[∇log π] + Cov_μ(A, ∇log π)      at a prefix
 
-The first term pulls π to μ wherever E_μ[A] is not 0, and is 0 where π = μ alone. Here
-E_μ[∇log π] is subtracted from every token's score, so that the covariance is left.
+The first term drags π towards μ, or away from it, wherever E_μ[A] is not 0; it vanishes
+at π = μ. Subtracting E_μ[∇log π] from every token's score leaves the covariance.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ def centred_loss(
         c_v = μ_v·f(π_v/μ_v) - ρ·f(1/ρ)·π_v
         ρ   = (1 - Σ_v μ_v)/(1 - Σ_v π_v), of the probabilities outside the top k
 
-    f is 1 without a cap, min(r, cap) with one (TIS), and with a floor r where it is
-    within both and 0 elsewhere (IcePop). Outside the top k μ is taken as ρ·π, whose
-    scores add up to minus those inside: E_μ[f·∇log π] is exact where k is the
-    vocabulary, and where μ is so.
+    f(r) is 1 without a cap, min(r, cap) with a cap (TIS), and with cap and floor r
+    between the two and 0 elsewhere (IcePop). Outside the top k, μ is taken to be ρ·π:
+    the expected score there is -ρ·f(1/ρ) times that of π inside. So E_μ[f·∇log π] is
+    exact if k is the whole vocabulary, or if μ is proportional to π outside.
 
     Args:
       old_logprobs: f32[B, S], nats, log μ of the policy that sampled.
       top_logprobs, old_top_logprobs: f32[B, S, k], nats, log π and log μ of the k
-        likeliest tokens of μ at each position, of the whole vocabulary.
-      cap: largest ratio, at least 1; None weights nothing. Published with TIS: 2.
-      floor: smallest ratio, above 0 and at most 1, with a cap alone; None has none.
-      the others: those of `losses.policy_loss`.
+        likeliest tokens of μ at each position, normalised over the vocabulary.
+      cap: largest ratio, at least 1; None is f = 1. Published with TIS: 2.
+      floor: smallest ratio, above 0 and at most 1, only with a cap; None is no bound.
+      the others: as in `losses.policy_loss`.
 
     Returns:
-      f32[] loss and {name: (sum, weight)}, those of `losses.policy_loss` about ratios,
-      `policy/clipfrac`: the share of tokens whose ratio is beyond a bound, and
-      `policy/top_mass`: the mean of Σ_v μ_v. The gradient reaches `logprobs` and
-      `top_logprobs`; weights and c have none.
+      f32[] loss and {name: (sum, weight)}: the ratio statistics of
+      `losses.policy_loss`, `policy/clipfrac`: the share of tokens whose ratio is beyond
+      a bound, and `policy/top_mass`: the mean of Σ_v μ_v. The gradient reaches
+      `logprobs` and `top_logprobs`; weights and c have none.
 
     Source: Marek and Ryabinin 2026, arXiv:2609.20807, eq. 5 and 9 to 14.
 
@@ -83,7 +83,7 @@ def centred_loss(
     else:
         check_bounds("token_mask", cap=cap, floor=floor)
     weight, beyond = _weight(jax.lax.stop_gradient(log_ratio), cap, floor)
-    # Of fewer possible tokens than k the others have no probability.
+    # Where fewer than k tokens are possible, the other entries have probability 0.
     inside = mask[..., None] & (old_top_logprobs > -jnp.inf)
     top_logprobs = jnp.where(inside, top_logprobs, 0.0)
     log_p, log_q = (
@@ -108,10 +108,10 @@ def centred_loss(
 def _weight(
     log_ratio: Array, cap: Scalar | None, floor: Scalar | None
 ) -> tuple[Array, Array]:
-    """f(exp(log_ratio)), and f32: 1 where the ratio is beyond a bound."""
+    """f(exp(log_ratio)), and f32, 1 where the ratio is beyond a bound."""
     if cap is None:
         return jnp.ones_like(log_ratio), jnp.zeros_like(log_ratio)
-    # In logs: a ratio that is cut may be infinite.
+    # In logs: a ratio beyond the cap may overflow.
     beyond = log_ratio > jnp.log(cap)
     weight = jnp.exp(jnp.minimum(log_ratio, jnp.log(cap)))
     if floor is not None:

@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2's mask of responses that were worse and that the policy has left."""
+"""DeepSeek-V3.2's mask of bad responses that have become unlikely."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def off_policy_mask(
     mask: Bool[Array, "B S"],
     threshold: checks.Scalar,
 ) -> Bool[Array, "B S"]:
-    """M, False where A < 0 and (1/len) Σ_t log(μ/π) > δ of the response.
+    """M, False where A < 0 and (1/len) Σ_t log(μ/π) of the response exceeds δ.
 
-    The policy gains nothing from mistakes that it would no longer make. M multiplies
-    the loss of a token; what a loss is divided by still counts it.
+    The policy learns nothing from mistakes that it would no longer make. M multiplies
+    the loss of a token; the divisor of the loss still counts the token.
 
     Args:
       logprobs: f32[B, S], nats, of the policy now.

@@ -1,12 +1,13 @@
-"""Which tokens of a batch are trained on: by their entropy, or their covariance.
+"""Selection of the tokens that are trained on, by entropy or covariance.
 
 A step of the policy gradient lowers the entropy by about the covariance of log π and
-A. A small share of tokens has nearly all of it:
+A. A small share of the tokens has nearly all of it:
 
-    Clip-Cov   some of those with a large covariance have no gradient
-    KL-Cov     those with the largest are held to π_old by |log π - log π_old|
+    Clip-Cov   some tokens with a large covariance get no gradient
+    KL-Cov     tokens with the largest covariances are held to π_old by
+               |log π - log π_old|
 
-Beside it: of a policy that hesitates at a fifth of its tokens, these alone are trained.
+`top_share` of entropies trains only on tokens at which the policy is unsure.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def covariances(
     advantages: Float32[Array, "*shape"],
     mask: Bool[Array, "*shape"],
 ) -> Float32[Array, "*shape"]:
-    """(log π(y_i) - mean log π)·(A_i - mean A) of every token i of a batch.
+    """(log π(y_i) - mean log π)·(A_i - mean A) for every token i of a batch.
 
     Returns:
       f32[B, S], nats times reward units, 0 outside the mask. Nothing has a gradient.
@@ -62,16 +63,16 @@ def top_share(
     share: Scalar,
     among: Bool[Array, "*shape"] | None = None,
 ) -> Bool[Array, "*shape"]:
-    """The max(1, ⌊share·N⌋) tokens with the largest x, N all tokens of the mask.
+    """Marks the max(1, ⌊share·N⌋) tokens with the largest x, N the tokens of the mask.
 
     Args:
-      x: f32[B, S]: entropies (2506.01939), covariances (KL-Cov) or chances (Clip-Cov).
-      share: of the tokens of the mask, above 0 and at most 1.
-      among: bool[B, S], tokens that may be taken, all where they are fewer; None is the
-        mask.
+      x: f32[B, S]: entropies, covariances (KL-Cov) or random numbers (Clip-Cov).
+      share: share of the tokens of the mask, above 0 and at most 1.
+      among: bool[B, S], tokens that may be chosen; all of them if there are fewer. None
+        is the mask.
 
     Returns:
-      bool[B, S]; of equal numbers at the border all. Nothing has a gradient.
+      bool[B, S]; ties at the threshold are all chosen. Nothing has a gradient.
 
     Source: Wang et al. 2025, arXiv:2506.01939 (entropies, share 0.2); Cui et al. 2025,
     arXiv:2505.22617 (covariances).
@@ -79,7 +80,7 @@ def top_share(
     >>> x, mask = jnp.array([[0.1, 2.0, 0.5, 9.0]]), jnp.array([[True] * 3 + [False]])
     >>> print(top_share(x, mask=mask, share=0.7))  # 2 of 3
     [[False  True  True False]]
-    >>> print(top_share(x, mask=mask, share=0.7, among=x < 1))  # both that there are
+    >>> print(top_share(x, mask=mask, share=0.7, among=x < 1))  # only two are there
     [[ True False  True False]]
     """
     checks.positive(share=share)
@@ -88,7 +89,7 @@ def top_share(
     inside = mask if among is None else mask & among
     x = jnp.where(inside, x, -jnp.inf)
     count = jnp.floor(share * mask.sum(dtype=jnp.float32)).astype(jnp.int32)
-    # A sort, as the count is traced: `top_k` has a static one.
+    # A sort, as `top_k` needs a static count.
     least = jnp.sort(x, axis=None)[x.size - jnp.maximum(count, 1)]
     return inside & (x >= least)
 
@@ -101,16 +102,16 @@ def kl_cov_loss(
     mask: Bool[Array, "*shape"],
     **mean: Unpack[Mean],
 ) -> tuple[Float32[Array, ""], Stats]:
-    """The mean of |log π - log π_old| at chosen tokens, and 0 at the others.
+    """The mean over all tokens of |log π - log π_old| at chosen tokens, 0 elsewhere.
 
     Args:
-      chosen: bool[B, S], of `top_share` of `covariances`.
-      the others: those of `losses.policy_loss`.
+      chosen: bool[B, S], `top_share` of `covariances`.
+      the others: as in `losses.policy_loss`.
 
     Returns:
       f32[] loss, nats, and {name: (sum, weight)}: `loss/kl_cov`. The gradient reaches
-      `logprobs` only. Differences of up to 1e-5 nats are 0: rounding of equal log-probs
-      would have a slope of 1, as all others have.
+      `logprobs` only. Differences of up to 1e-5 nats count as 0: a rounding error would
+      otherwise get a slope of ±1, like any other difference.
 
     Source: Cui et al. 2025, arXiv:2505.22617, KL-Cov, as in verl's
     `compute_policy_loss_kl_cov`.
@@ -127,8 +128,8 @@ def kl_cov_loss(
     checks.boolean(chosen=chosen)
     checks.masked_floats(mask, logprobs=logprobs, old_logprobs=old_logprobs)
     log_ratio = logprobs - jax.lax.stop_gradient(old_logprobs)
-    held = mask & chosen & (jnp.abs(log_ratio) > ROUNDING)
-    log_ratio = jnp.where(held, log_ratio, 0.0)
+    penalised = mask & chosen & (jnp.abs(log_ratio) > ROUNDING)
+    log_ratio = jnp.where(penalised, log_ratio, 0.0)
     return aggregate(
         "loss/kl_cov",
         jnp.abs(log_ratio),

@@ -2,8 +2,8 @@
 
 A loss is a sum over pairs (or texts) divided by their number. With the number of the
 whole minibatch (`num_pairs`, `num_texts`), the losses of its micro-batches add up to
-its loss; None counts `mask`, which is True at pairs (or texts), False at padding, and
-None where every row is one. `losses` offers these functions too.
+its loss; None counts `mask`. `mask` is True at pairs (or texts) and False at padding;
+None is no padding. `losses` offers these functions too.
 """
 
 from rlhf_jax.functional.preference_losses.bradley_terry import pairwise_loss, per_pair

@@ -1,4 +1,4 @@
-"""Bradley-Terry: the loss of a reward model, and the mean over pairs of any loss."""
+"""Bradley-Terry, the loss of a reward model; and the mean of any loss over pairs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def per_pair(
     mask: Bool[Array, " B"],
     num_pairs: Shaped[Array, ""] | None = None,
 ) -> Float32[Array, ""]:
-    """Σ m·loss / N, the mean over pairs or texts, or a micro-batch's part of it.
+    """Σ m·loss / N: the mean over pairs or texts, or a micro-batch's part of it.
 
     >>> losses, mask = jnp.array([1.0, 3.0, jnp.nan]), jnp.array([True, True, False])
     >>> print(per_pair(losses, mask=mask))

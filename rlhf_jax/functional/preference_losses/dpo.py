@@ -1,4 +1,4 @@
-"""DPO and its variants: losses of the implicit rewards of a pair of responses."""
+"""DPO and its variants: losses of the implicit rewards of pairs of responses."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Array = jax.Array
 Stats = masked.Stats
 
 DPOKind = Literal["sigmoid", "robust", "ipo", "hinge"]
-"""What is asked of the implicit rewards of a pair.
+"""Loss of the implicit rewards of a pair.
 
-sigmoid: the likelihood of the preference is maximised. robust: the same, corrected for
-labels that are flipped at a known rate. ipo: the lead of the chosen response is 1/(2β)
-nats. hinge: the difference of the implicit rewards is at least 1.
+sigmoid maximises the likelihood of the preference. robust does so too, corrected for
+labels that are flipped at a known rate. ipo regresses the lead of the chosen response
+to 1/(2β) nats. hinge asks for a difference of the implicit rewards of at least 1.
 """
 
 
@@ -50,15 +50,15 @@ def dpo_loss(
     of IPO have since confirmed that they meant the mean over tokens. For that, pass
     means and a β in reward units per nat per token (`dpo.DPORecipe.token_mean`).
 
-    cDPO and robust DPO are two answers to labels that are flipped with probability ε.
+    cDPO and robust DPO are two remedies for labels that are flipped with probability ε.
     cDPO asks for a lead of (1/β) log((1-ε)/ε) nats and no more. Robust DPO is an
-    unbiased estimate of the loss on labels that are not flipped, so that on average its
-    optimum is that of DPO on clean labels; of a single pair it has no minimum.
+    unbiased estimate of the loss on labels that are not flipped, so on average its
+    optimum is that of DPO on clean labels; for a single pair it has no minimum.
 
     The implicit reward β·log π(y)/π_ref(y) is the reward for which π is optimal, up to
-    a constant of each prompt. So the reference is a part of the loss. Without one (both
-    None, for comparison) h = log π(c) - log π(r): π is not kept near the reference, and
-    long responses start with a lower log-probability.
+    a constant of each prompt. So the loss needs the reference. Without a reference
+    (both None, for comparison) h = log π(c) - log π(r): π is not kept near any policy,
+    and long responses start with a lower log-probability.
 
     Args:
       chosen_logprobs, rejected_logprobs: f32[B], nats, sums over the response tokens;
@@ -66,8 +66,7 @@ def dpo_loss(
       ref_chosen_logprobs, ref_rejected_logprobs: f32[B], nats, the reference's sums;
         both None is the reference-free variant.
       beta: β, reward units per nat: the KL coefficient of the objective that is solved
-        (sigmoid, robust, ipo), or the inverse of the lead in nats that is enough
-        (hinge).
+        (sigmoid, robust, ipo), or the inverse of the sufficient lead in nats (hinge).
       label_smoothing: ε, the probability that the preference is reversed: a number in
         [0, 0.5), or f32[B], a probability in [0, 1] for each pair (soft labels), which
         only sigmoid takes. robust needs a number above 0; ipo and hinge read none.
@@ -81,8 +80,8 @@ def dpo_loss(
       token where means were passed.
 
     Raises:
-      InputError: an option is refused by `check_dpo`, or only one of the reference's
-      two arrays is None.
+      InputError: `check_dpo` refuses an option, or only one of the reference's two
+      arrays is None.
 
     Source: Rafailov et al. 2023, arXiv:2305.18290, eq. 7; cDPO is Mitchell 2023, "A
     note on DPO with noisy preferences & relationship to IPO"; robust DPO is
@@ -130,7 +129,7 @@ def dpo_loss(
     if mask is None:
         mask = jnp.ones(chosen_logprobs.shape, jnp.bool_)
     checks.masked_floats(mask, **floats)
-    # A place without a pair may hold anything; 0 keeps every branch finite.
+    # A row without a pair may hold NaN; 0 keeps every branch finite.
     floats = {name: jnp.where(mask, array, 0.0) for name, array in floats.items()}
     chosen, rejected = floats["chosen_logprobs"], floats["rejected_logprobs"]
     smoothing = floats.get("label_smoothing", label_smoothing)
@@ -179,11 +178,11 @@ def check_dpo(
     label_smoothing: checks.Scalar | Float32[Array, " B"] = 0.0,
     reference_free: bool = False,
 ) -> None:
-    """Checks the options of `dpo_loss`; arrays are not read.
+    """Checks the options of `dpo_loss`; arrays are not checked.
 
     Raises:
-      InputError: beta is not positive, there is no such kind, label_smoothing is not in
-        [0, 0.5), would not be read, or is missing for robust, or IPO has no reference.
+      InputError: beta is not positive, kind is unknown, label_smoothing is not in
+        [0, 0.5), not read, or missing for robust, or IPO has no reference.
 
     >>> print(check_dpo(beta=0.1, kind="sigmoid", label_smoothing=0.1))
     None
@@ -218,8 +217,8 @@ def check_dpo(
     if kind == "ipo" and reference_free:
         faults.append(
             "kind: expected sigmoid, robust or hinge without a reference, got 'ipo', "
-            "which holds every pair to one lead over the reference: over none, that is "
-            "a claim about the lengths of responses; choose another, or give the "
-            "reference"
+            "whose target is one lead over the reference for all pairs: without it, "
+            "the lead would depend on the lengths of responses; choose another kind, "
+            "or give the reference"
         )
     refuse(faults)

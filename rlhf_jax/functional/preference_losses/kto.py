@@ -1,7 +1,7 @@
-"""KTO: a loss of single responses, each labelled desirable or undesirable.
+"""KTO: a loss over single responses, each labelled desirable or undesirable.
 
-The losses of micro-batches add up with the number of texts (`num_texts`) and the z0
-(`kto_kl`) of the whole minibatch.
+The losses of micro-batches add up if they share the number of texts (`num_texts`) and
+the z0 (`kto_kl`) of the whole minibatch.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def kto_kl(
     ref_logprobs: Float32[Array, " B"],
     mask: Bool[Array, " B"] | None = None,
 ) -> Float32[Array, ""]:
-    """z0 = max(0, (1/N) Σ log π(y'|x)/π_ref(y'|x)), KTO's point of comparison.
+    """z0 = max(0, (1/N) Σ log π(y'|x)/π_ref(y'|x)), KTO's reference point.
 
     y' is a response to another prompt of the data. The paper's z0 is KL(π ‖ π_ref), an
-    expectation over responses of π; that of mismatched responses is a biased estimate,
+    expectation over responses of π. This estimate from mismatched responses is biased,
     as y' does not come from π, and often 0.
 
     Args:
@@ -70,9 +70,9 @@ def kto_loss(
         desirable     λ_D σ(β(z0 - u))        = λ_D - λ_D σ(β(u - z0))
         undesirable   λ_U σ(β(u - z0))        = λ_U - λ_U σ(β(z0 - u))
 
-    A loss of each text is bounded: one that is far on the wrong side hardly teaches. If
-    labels of a response differ, the minimum is at the label of the (weighted) majority,
-    for ever larger u: it is not π* ∝ π_ref exp(r/β).
+    The loss of a text is bounded: far on the wrong side its gradient vanishes. Where
+    the labels of one response differ, the loss falls as u moves ever further to the
+    side of the (weighted) majority: its minimum is not π* ∝ π_ref exp(r/β).
 
     Args:
       logprobs: f32[B], nats, sums over the response tokens.

@@ -1,8 +1,8 @@
-"""SimPO and ORPO: losses over pairs of responses that have no reference.
+"""SimPO and ORPO: losses over pairs of responses without a reference.
 
 They are here for comparison with DPO. Nothing in them measures how far the policy has
-moved, so β is not the coefficient of any KL, and there is no π* that they look for.
-Both read the mean log-probability of a response's tokens.
+moved, so β is not the coefficient of any KL, and there is no target policy π*. Both
+read the mean log-probability of a response's tokens.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def simpo_loss(
       target_margin: γ, reward units by which the chosen response should lead.
 
     Returns:
-      f32[] loss and {name: (sum, weight)}, the names of `dpo_loss` with β·c and β·r as
-      rewards. The gradient reaches both arrays of log-probs, β and γ.
+      f32[] loss and {name: (sum, weight)} with the names of `dpo_loss`; the rewards are
+      β·c and β·r. The gradient reaches both arrays of log-probs, β and γ.
 
     Source: Meng et al. 2024, arXiv:2405.14734, eq. 6.
 
@@ -76,19 +76,19 @@ def orpo_loss(
         odds(c)   exp(c) / (1 - exp(c))
 
     The first term is the language-model loss of the chosen response, as in supervised
-    fine-tuning. TRL takes the mean over all tokens of the batch, those of the prompt
-    included, in its place; the term of the odds is the same.
+    fine-tuning. TRL instead takes the mean over all tokens of the batch, prompts
+    included; its odds-ratio term is the same.
 
     Args:
       chosen_logprobs, rejected_logprobs: f32[B], nats per token, means over the tokens
-        of a response, EOS included. Above -1e-6 they count as that in the odds, and
-        have no gradient there.
-      odds_weight: λ, weight of the term of the odds, dimensionless.
+        of a response, EOS included. In the odds they are capped at -1e-6, without
+        gradient above.
+      odds_weight: λ, weight of the odds-ratio term, dimensionless.
 
     Returns:
-      f32[] loss and {name: (sum, weight)}, the names of `dpo_loss`, with the log-odds
-      as rewards, nats. `dpo/nll`: the first term, nats per token. The gradient reaches
-      both arrays of log-probs and λ.
+      f32[] loss and {name: (sum, weight)} with the names of `dpo_loss`; the rewards are
+      the log-odds, nats. `dpo/nll`: the first term, nats per token. The gradient
+      reaches both arrays of log-probs and λ.
 
     Source: Hong et al. 2024, arXiv:2403.07691, eqs. 3, 6 and 7.
 
@@ -111,8 +111,8 @@ def orpo_loss(
 
 
 def _log_odds(logprobs: Array) -> Array:
-    """log(p / (1 - p)) of log p."""
-    # log(1 - p) of a sure response is -inf, and its slope infinite.
+    """log(p / (1 - p)), from log p."""
+    # log(1 - p) of a certain response is -inf, with an infinite slope.
     logprobs = jnp.minimum(logprobs, SURE)
     return logprobs - jnp.log(-jnp.expm1(logprobs))
 
@@ -120,7 +120,7 @@ def _log_odds(logprobs: Array) -> Array:
 def _checked(
     chosen: Array, rejected: Array, mask: Array | None
 ) -> tuple[Array, Array, Array]:
-    """The arrays, with a harmless number outside the mask, and a mask."""
+    """Checks the arrays; returns them with -1 outside the mask, and the mask."""
     checks.shape((None,), chosen_logprobs=chosen)
     if mask is None:
         mask = jnp.ones(chosen.shape, jnp.bool_)

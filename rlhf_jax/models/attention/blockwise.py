@@ -1,10 +1,10 @@
 """Blockwise attention in plain JAX: an online softmax that skips hidden blocks.
 
-Queries and keys are cut into blocks. A query block meets one key block after another
+Queries and keys are cut into blocks. A query block visits one key block after another
 and keeps the largest logit, the sum and the weighted values so far, in float32, so that
-memory grows with S and not with S². Key blocks after the queries, out of the window, or
-of other segments alone are not visited: a packed row costs the squares of its texts,
-and of a prompt that texts share the product of its length and theirs.
+memory grows with S and not with S². Key blocks after the queries, outside the window or
+only of other segments are skipped: the cost of a packed row is the sum of the squares
+of its texts' lengths, plus the product with the length of a prompt that texts share.
 
 Source: Rabe & Staats 2021, arXiv:2112.05682; Dao et al. 2022, arXiv:2205.14135.
 """
@@ -26,8 +26,8 @@ from rlhf_jax.models.caches import KeyValue
 from rlhf_jax.models.positions import AttentionMask
 
 Array = jax.Array
-# Columns of a block. A CPU's caches hold the logits of small ones, and little of a
-# block is masked; an accelerator's matrix units want larger ones.
+# Columns of a block. Small blocks fit a CPU's caches and waste little on masked logits;
+# an accelerator's matrix units need larger ones.
 BLOCK = {"cpu": 128}
 BLOCK_ELSEWHERE = 512
 
@@ -45,18 +45,19 @@ def attend_blockwise(
     sinks: Array | None = None,
     block: int | None = None,
 ) -> Array:
-    """softmax(scale · q·kᵀ)·v over what the mask allows, holding no [T, S].
+    """softmax(scale · q·kᵀ)·v over what the mask allows, without a [T, S] array.
 
-    `jax.grad`, `jax.vmap` and the forward mode of a gradient (products with a Hessian)
-    work. Forward mode by itself does not, nor a reverse pass through a reverse pass, as
-    JAX has none of loops whose length depends on data; `xla` has both.
+    `jax.grad`, `jax.vmap` and forward mode over a gradient (products with a Hessian)
+    work. Forward mode alone and reverse over reverse do not: JAX cannot differentiate
+    loops whose length depends on data. `xla` has both.
 
     Args:
-      keys_values: [B, K, S, head_dim] each; H/K query heads in a row read the same
-        keys. What stands at padding is not read, not even NaN. Of keys that are passed
-        round, [B, K, S/c, head_dim], those of the columns of the queries.
-      sinks: f32[H], as `engines.attend_to` has them.
-      block: columns of a block; None is as measured for this backend.
+      query: [B, H, T, head_dim].
+      keys_values: [B, K, S, head_dim] each; H/K consecutive query heads read the same
+        keys. Values at padding are ignored, even NaN. If keys are passed round,
+        [B, K, S/c, head_dim], of the columns of the queries.
+      sinks: f32[H], as in `engines.attend_to`.
+      block: columns of a block; None is the measured best for the backend.
 
     Returns:
       [B, H, T, head_dim], in query's dtype; 0 at padding.
@@ -106,7 +107,7 @@ def attend_blockwise(
                 in_blocks(columns, block_k),
             )
         )(mask.columns_of_devices(queries))
-    if sinks is not None:  # of the queries in a block, group by group
+    if sinks is not None:  # one per query of a block, head by head
         sinks = jnp.repeat(sinks.reshape(kv_heads, group), block_q, axis=1)
     out: Array = _attend(
         blocks(query, segments_q, block_q),

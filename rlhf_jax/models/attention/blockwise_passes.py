@@ -1,15 +1,15 @@
 """The two passes of blockwise attention: forward and backward.
 
 Shapes: B rows; n, m blocks of queries and keys; K key-value heads; Q queries in a block
-of all heads that share keys, group by group; k columns in a block of keys; d head_dim.
+of all G heads that share keys, head by head; k columns in a block of keys; d head_dim.
 
     q        [B, n, K, Q, d]         k, v        [B, m, K, k, d]
     segments_q  i32[B, n, Q / G]     segments_k  i32[B, m, k]
-    prefixes_q  i32[B, n, Q / G], the segments that queries see beside their own
-    columns_q   i32[n, Q / G], of the queries, rising
-    columns_k   i32[m, k], of the keys, rising
+    prefixes_q  i32[B, n, Q / G], the segments that queries see besides their own
+    columns_q   i32[n, Q / G], of the queries, increasing
+    columns_k   i32[m, k], of the keys, increasing
 
-Logits are held transposed, [K, k, Q]: a softmax then reduces over the first of two
+Logits are transposed, [K, k, Q]: a softmax then reduces over the first of two
 dimensions, which a CPU does in vectors, and all products are of plain matrices.
 """
 
@@ -26,9 +26,9 @@ Array = jax.Array
 Blocks = tuple[Array, ...]  # q, k, v
 
 HIDDEN = -1e30  # a logit that is masked
-# Of the loops whose length depends on the mask, in the text of a compiled program.
+# Scopes of the loops whose length depends on the mask, in a compiled program.
 KEY_BLOCKS, QUERY_BLOCKS = "visited_key_blocks", "visited_query_blocks"
-LEAST = -5e29  # the largest logit so far, at first: what is masked is exp(-5e29) = 0
+LEAST = -5e29  # initial maximum: masked logits become exp(HIDDEN - LEAST) = 0
 
 
 class Masked(NamedTuple):
@@ -37,20 +37,20 @@ class Masked(NamedTuple):
     segments_q: Array  # i32[B, n, Q / G], 0 at padding
     prefixes_q: Array  # i32[B, n, Q / G], 0 is none
     segments_k: Array  # i32[B, m, k], 0 at padding
-    columns_q: Array  # i32[n, Q / G], of the queries, rising
-    columns_k: Array  # i32[m, k], of the keys, rising
+    columns_q: Array  # i32[n, Q / G], of the queries, increasing
+    columns_k: Array  # i32[m, k], of the keys, increasing
     window: Array  # i32[], columns
 
     def of_keys(self, device: Array) -> Masked:
-        """The record for the keys of one device, where those of all are stacked."""
+        """The record for the keys of one device, from arrays stacked over devices."""
         segments_k, columns_k = self.segments_k[device], self.columns_k[device]
         return self._replace(segments_k=segments_k, columns_k=columns_k)
 
 
 class Form(NamedTuple):
-    """What of a call is static."""
+    """Static arguments of a call."""
 
-    scale: float  # of q·k
+    scale: float  # multiplies q·k
     softcap: float | None
     passed: int = 1  # devices that pass keys round
 
@@ -63,11 +63,11 @@ def forward(
     form: Form,
     dtype: DTypeLike | None = None,
 ) -> tuple[Array, Array]:
-    """What attention returns, and the logarithm of each softmax's denominator.
+    """The output of attention, and the logarithm of each softmax's denominator.
 
     Args:
-      sinks: f32[K, Q], logits of no value; None is without.
-      dtype: of the first; None is q's.
+      sinks: f32[K, Q], logits without a value; None: no sinks.
+      dtype: of the output; None is q's.
 
     Returns:
       [B, n, K, Q, d], 0 where nothing is attended to; f32[B, n, K, Q], `LEAST` there.
@@ -88,7 +88,7 @@ def forward(
             j = order[turn]
             key, value = (_at(x, row * num_keys + j) for x in (keys, values))
             s, _ = _logits(key, q, masked, row, i, j, form=form)
-            # Online softmax: sums so far shrink as the maximum grows.
+            # Online softmax: rescales the sums when the maximum grows.
             new = jnp.maximum(largest, s.max(axis=1))
             p = jnp.exp(s - new[:, None])
             shrunk = jnp.exp(largest - new)
@@ -105,7 +105,7 @@ def forward(
             new = jnp.maximum(largest, sinks)
             shrunk, largest = jnp.exp(largest - new), new
             total, out = total * shrunk + jnp.exp(sinks - new), out * shrunk[:, None]
-        # Padding that meets no key has no denominator.
+        # Padding that sees no key has no denominator.
         live = total > 0
         total = jnp.where(live, total, 1)
         normaliser = jnp.where(live, largest + jnp.log(total), LEAST)
@@ -122,13 +122,13 @@ def backward(
 ) -> Blocks:
     """Gradients of q, k and v.
 
-    A key block meets one query block after another, so that the gradients of its keys
-    and values are summed where they are; the queries' are summed block by block.
+    A key block visits one query block after another, and sums the gradients of its keys
+    and values in place; those of the queries are summed block by block.
 
     Args:
-      residuals: arguments and results of `forward`; results over more keys than k are
-        those of the whole softmax.
-      gradient: [B, n, K, Q, d], of what `forward` returned.
+      residuals: arguments and results of `forward`; if the softmax is over more keys
+        than k, the results over all of them.
+      gradient: [B, n, K, Q, d], of the output of `forward`.
       dtype: of the gradients; None is that of q, k and v.
 
     Returns:
@@ -138,7 +138,7 @@ def backward(
     dtype = q.dtype if dtype is None else dtype
     rows, blocks, *_ = q.shape
     num_keys = k.shape[1]
-    # Σ p·dp of a softmax's gradient: of the output instead of all S shares.
+    # Σ p·dp of the softmax's gradient, from the output instead of all S probabilities.
     share = (gradient.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
     order, count = visited(masked, of_keys=True)
     of_queries = tuple(map(_flat, (q, q.mT, gradient, gradient.mT, normaliser, share)))
@@ -155,7 +155,7 @@ def backward(
                 _at(x, place) for x in of_queries
             )
             s, slope = _logits(k, query_t, masked, row, i, j, form=form)
-            # Computed again from q and k: shares are never held for the gradient.
+            # Recomputed from q and k: probabilities are never kept for the gradient.
             p = jnp.exp(s - normaliser[:, None])
             of_s = p * (_product(v, grad_t) - share[:, None]) * slope
             of_s = of_s.astype(q.dtype)
@@ -183,9 +183,9 @@ def backward(
 def gradient_of_sinks(
     sinks: Array, out: Array, normaliser: Array, gradient: Array
 ) -> Array:
-    """f32[K, Q]: -p Σ out·gradient of every query, p being the share of its sink."""
+    """f32[K, Q]: -p Σ out·gradient of every query, p the probability of its sink."""
     share = (gradient.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
-    # A query that meets no key has out 0.
+    # A query that sees no key has out 0.
     return -(jnp.exp(sinks[None, None] - normaliser) * share).sum(axis=(0, 1))
 
 
@@ -199,10 +199,10 @@ def _logits(
     *,
     form: Form,
 ) -> tuple[Array, Array | float]:
-    """Logits of key block j [K, k, d] and query block i [K, d, Q], and ds / d(q·k).
+    """Logits s of key block j [K, k, d] and query block i [K, d, Q], and ds / d(q·k).
 
     Returns:
-      f32[K, k, Q], `HIDDEN` where masked; the slope of what is not.
+      f32[K, k, Q], `HIDDEN` where masked; the derivative where not.
     """
     segments_q, prefixes_q = (
         _block(x, row, i) for x in (masked.segments_q, masked.prefixes_q)
@@ -227,11 +227,11 @@ def _product(a: Array, b: Array) -> Array:
 
 
 def visited(masked: Masked, *, of_keys: bool) -> tuple[Array, Array]:
-    """The key blocks that each query block meets, or the other way round.
+    """The key blocks that each query block sees; with `of_keys` the other way round.
 
     Returns:
-      i32[B · n, m], their numbers, rising, before those of the others; i32[B · n], how
-      many they are. With `of_keys` i32[B · m, n] and i32[B · m].
+      i32[B · n, m], numbers of all key blocks, those that are seen first; i32[B · n],
+      how many are seen. With `of_keys` i32[B · m, n] and i32[B · m].
     """
     first_k, last_k = masked.columns_k[:, 0], masked.columns_k[:, -1]
     first_q, last_q = masked.columns_q[:, :1], masked.columns_q[:, -1:]
@@ -246,21 +246,20 @@ def visited(masked: Masked, *, of_keys: bool) -> tuple[Array, Array]:
     met &= within[None]
     if of_keys:
         met = met.swapaxes(1, 2)
-    # Blocks that are met first, so that a loop of `count` turns visits no other: packed
-    # rows and windows cost what they see.
+    # Seen blocks come first: a loop of `count` turns visits no other.
     order = jnp.argsort(~met, axis=2, stable=True).astype(jnp.int32)
     return _flat(order), _flat(met.sum(axis=2, dtype=jnp.int32))
 
 
 def _bounds(segments: Array) -> tuple[Array, Array]:
-    """The least and the largest segment of each block; padding is of none."""
+    """The smallest and the largest segment of each block, without padding."""
     token = segments > 0
     least = jnp.where(token, segments, jnp.iinfo(jnp.int32).max).min(axis=2)
     return least, jnp.where(token, segments, -1).max(axis=2)
 
 
 def _flat(x: Array) -> Array:
-    """[B, n, ...] -> [B · n, ...]: blocks of all rows, one after another."""
+    """[B, n, ...] -> [B · n, ...]."""
     return x.reshape(math.prod(x.shape[:2]), *x.shape[2:])
 
 
@@ -269,7 +268,7 @@ def _at(x: Array, place: Array) -> Array:
 
 
 def _block(x: Array, row: Array, number: Array) -> Array:
-    """[B, n, w] -> [w], block `number` of a row."""
+    """Block `number` of a row, [B, n, w] -> [w]."""
     width = x.shape[2]
     return jax.lax.dynamic_slice(x, (row, number, 0), (1, 1, width)).reshape(width)
 

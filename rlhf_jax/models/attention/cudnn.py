@@ -12,7 +12,7 @@ from rlhf_jax.models.positions import AttentionMask, allowed, with_static_window
 
 Array = jax.Array
 
-BLOCK = 4096  # queries whose mask is an array at one time
+BLOCK = 4096  # queries of a packed row that are attended from at a time
 
 
 def attend_cudnn(
@@ -22,18 +22,18 @@ def attend_cudnn(
     mask: AttentionMask,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> Array:
-    """Flash attention by cuDNN, which holds no logits and has no soft cap.
+    """Flash attention by cuDNN, which materialises no logits and has no soft cap.
 
-    The kernel takes causality, a window and the lengths of rows whose tokens come
-    first, so a row of one text is rolled there and back. Packed rows need the mask as
-    an array, which the kernel reads as a bias: it is made for a block of queries at a
+    The kernel takes causality, a window and row lengths, with all tokens at the start
+    of a row; a row of one text is rolled there and back. Packed rows need the mask as
+    an array, which the kernel reads as a bias. It is made for one block of queries at a
     time, and again in the backward pass, so that it takes [B, BLOCK, S].
 
     Args:
       query: [B, H, T, head_dim], of the last T columns, in bfloat16.
-      mask: of S columns, without a soft cap; a traced window of rows that are not
-        packed has its values in `windows`.
-      implementation: "xla" is the same function without the kernel, for tests.
+      mask: of S columns, without a soft cap; for rows that are not packed a traced
+        window needs `windows`.
+      implementation: "xla" computes the same without the kernel, for tests.
 
     Returns:
       [B, H, T, head_dim], in query's dtype; 0 at padding of rows that are not packed.
@@ -44,11 +44,11 @@ def attend_cudnn(
         )
     size, queries = keys_values[0].shape[2], query.shape[2]
     token = mask.segments > 0
-    # i32[B], the first token: rows are rolled left by it, as the kernel takes lengths.
+    # i32[B], the first token: rolls tokens to the start of a row.
     start = jnp.argmax(token, axis=1)
-    # The kernel has no row of length 0.
+    # The kernel takes no row of length 0.
     lengths = jnp.maximum(token.sum(axis=1, dtype=jnp.int32), 1)
-    # Queries in the columns of their keys, as causality is by equal places.
+    # Causality compares places: queries go to the columns of their keys.
     whole = jnp.pad(query, ((0, 0), (0, 0), (size - queries, 0), (0, 0)))
     rolled = [
         _rolled(array, by=-start).swapaxes(1, 2) for array in (whole, *keys_values)
@@ -63,7 +63,7 @@ def attend_cudnn(
             is_causal=True,
             query_seq_lengths=lengths,
             key_value_seq_lengths=lengths,
-            # A window of all columns would be another kernel for the same result.
+            # A window of all columns would choose another kernel for the same result.
             local_window_size=(
                 None if window is None or window >= size else (window - 1, 0)
             ),
@@ -81,7 +81,7 @@ def _attend_packed(
     mask: AttentionMask,
     implementation: Literal["cudnn", "xla"],
 ) -> Array:
-    """`attend_cudnn` of packed rows: blocks of queries to the keys up to their last."""
+    """`attend_cudnn` of packed rows, a block of queries at a time."""
     size, queries = keys_values[0].shape[2], query.shape[2]
 
     @jax.checkpoint  # keeps no bias for the backward pass
@@ -95,7 +95,7 @@ def _attend_packed(
         return y.swapaxes(1, 2)
 
     blocks = []
-    # A Python loop: later blocks read more keys, which shapes of a scan could not say.
+    # A Python loop, not a scan: later blocks read more keys.
     for start in range(0, queries, BLOCK):
         end = min(start + BLOCK, queries)
         up_to = size - queries + end
@@ -103,8 +103,8 @@ def _attend_packed(
             attend(
                 query[:, :, start:end],
                 *(array[:, :, :up_to] for array in keys_values),
-                # Keys after a block's last query are hidden from all of it: half of the
-                # work is left out.
+                # No query of a block sees keys after its last one: leaving them out
+                # saves half of the work.
                 mask=mask.first_columns(up_to),
             )
         )
@@ -112,5 +112,5 @@ def _attend_packed(
 
 
 def _rolled(x: Array, *, by: Array) -> Array:
-    """[B, H, S, head_dim] with the columns of row b moved right by `by[b]`, around."""
+    """Rolls the columns of row b of [B, H, S, head_dim] right by `by[b]`."""
     return jax.vmap(lambda row, shift: jnp.roll(row, shift, axis=1))(x, by)

@@ -1,8 +1,8 @@
-"""Attention over whole rows by the engine that a model names; XLA's stands here.
+"""Attention over whole rows by the engine that a model names, and the xla engine.
 
-XLA holds the logits of all heads, [B, H, T, S]; it takes new tokens against a cache,
-too. Shapes: B rows, T new tokens, S tokens attended to, H query heads, K key-value
-heads.
+The xla engine materialises the logits of all heads, [B, H, T, S], and also attends from
+new tokens to a cache. Shapes: B rows, T new tokens, S tokens attended to, H query
+heads, K key-value heads.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ def attend_to(
     softcap: float | None = None,
     sinks: Array | None = None,
 ) -> Array:
-    """softmax(scale · q·kᵀ)·v, over those keys that `attend` allows.
+    """softmax(scale · q·kᵀ)·v over the keys that `attend` allows.
 
     Args:
       query: [B, H, T, head_dim].
-      keys_values: [B, K, S, head_dim] each, also in int8; H/K query heads in a row
-        read the same keys.
+      keys_values: [B, K, S, head_dim] each, possibly in int8; H/K consecutive query
+        heads read the same keys.
       attend: bool[B, T, S].
-      scale, softcap: those of `cache.logits_of`.
-      sinks: f32[H], a logit of each head that is in the sum of its softmax and has no
-        value (gpt-oss, arXiv:2508.10925, section 2.2); None is without.
+      scale, softcap: as in `caches.logits_of`.
+      sinks: f32[H], a logit of each head that is in the denominator of its softmax and
+        has no value (gpt-oss, arXiv:2508.10925, section 2.2); None: no sinks.
 
     Returns:
       [B, H, T, head_dim], in query's dtype; logits and softmax are float32.
@@ -71,12 +71,11 @@ def attend_to(
     )
     rows, kv_heads, _, head_dim = key.shape
     group = query.shape[1] // kv_heads
-    # Not the library's, whose heads lie behind the tokens: XLA:CPU then takes five
-    # times as long over the sums in a softmax's gradient.
-    # The query heads of a group stand below each other, as more tokens.
+    # Not `jax.nn.dot_product_attention`, whose heads come after the tokens: XLA:CPU
+    # then takes five times as long over the sums in a softmax's gradient.
+    # The query heads of a group become more tokens of one head.
     grouped = query.reshape(rows, kv_heads, group * query.shape[2], head_dim)
-    # f32[B, K, G·T, S]: keys are read once for all query heads of a group, not
-    # repeated.
+    # f32[B, K, G·T, S]: keys are read once per group of query heads, not repeated.
     logits = jnp.einsum(
         "bktd,bksd->bkts", grouped, key, preferred_element_type=jnp.float32
     )
@@ -84,7 +83,7 @@ def attend_to(
         logits, key_scales=key_scales, head_dim=head_dim, scale=scale, softcap=softcap
     )
     allowed = jnp.tile(attend, (1, group, 1))[:, None]
-    # Not -inf: padding that may attend to nothing would be NaN.
+    # Not -inf, which would be NaN at padding, where nothing is allowed.
     lowest = -0.7 * jnp.finfo(jnp.float32).max
     logits = jnp.where(allowed, logits, lowest)
     if sinks is None:
@@ -94,8 +93,7 @@ def attend_to(
         share = beside_sink(logits, of_head.astype(jnp.float32)[None, ..., None])
     if value_scales is not None:
         share = share * value_scales[:, :, None]
-    # Shares in the compute dtype: their products with bfloat16 values gain nothing from
-    # more digits.
+    # In the compute dtype: products with bfloat16 values gain nothing from more digits.
     y = layout.product(share.astype(value.dtype), value)
     return y.reshape(query.shape)
 
@@ -105,7 +103,7 @@ def beside_sink(logits: Array, sink: Array) -> Array:
 
     Args:
       logits: f32[..., S].
-      sink: f32[..., 1], of shapes that broadcast.
+      sink: f32[..., 1], broadcast against the logits.
     """
     largest = jnp.maximum(logits.max(axis=-1, keepdims=True), sink)
     largest = jax.lax.stop_gradient(largest)
@@ -124,21 +122,21 @@ def attend(
     """softmax(scale · q·kᵀ)·v over what the mask allows, by the model's engine.
 
     Args:
-      query: [B, H, T, head_dim], of the last T columns. With a cut of the columns
+      query: [B, H, T, head_dim], of the last T columns. With a cut
         [B·c, H, S/c, head_dim], the balanced parts of rows (`axes.py`).
-      keys_values: [B, K, S, head_dim] each; H/K query heads in a row read the same
-        keys. With a cut as the queries.
+      keys_values: [B, K, S, head_dim] each; H/K consecutive query heads read the same
+        keys. With a cut [B·c, K, S/c, head_dim].
       mask: of S columns.
-      sinks: f32[H], as `attend_to` has them.
+      sinks: f32[H], as in `attend_to`.
 
     Returns:
       In the shape and dtype of query; finite at padding.
 
     Raises:
-      InputError: texts share a prefix, which splash cannot compute, and no engine of
-        columns that are cut; or the engine cannot compute a cut row.
+      InputError: texts share a prefix with splash, with ring or with a cut; or the
+        engine cannot compute rows that devices share.
     """
-    # At trace time, by shapes and backend: no branch is left in the program.
+    # Chosen at trace time by shapes and backend: the program has no branch.
     count = 1 if mask.cut is None else mask.cut.count
     engine, _ = layout.choose(model, columns=mask.columns, context=count)
     if mask.cut is not None:
@@ -162,11 +160,11 @@ def attend(
 
 
 def _engine(name: str) -> Engine:
-    """What a device computes for rows and heads of its own.
+    """The function that a device calls for its rows and heads.
 
-    xla, whose operations are partitioned, needs that for columns alone.
+    xla needs it only with a cut: otherwise the compiler partitions its operations.
     """
-    # A run has one engine, mostly xla without this: the others are not imported.
+    # A run uses one engine: the others are not imported.
     match name:
         case "blockwise":
             from rlhf_jax.models.attention.blockwise import attend_blockwise

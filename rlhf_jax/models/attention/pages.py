@@ -1,20 +1,20 @@
-"""Attention of a new token to keys and values that lie in pages of a pool.
+"""Attention of a new token to keys and values in pages of a pool.
 
-A pool has N pages of C columns. Token i of a row lies in column i mod C of page i div C
-of its row; the columns of a page are those of one row:
+A pool has N pages of C columns. Token i of a row is in column i mod C of page i div C
+of its row; all columns of a page belong to one row:
 
     C = 4      page      0     1     2     3     4        N = 5
                owner     1     0     -     0     1
                tokens   4567   45          0123  0123     row 0 has 6, row 1 has 8
     table      row 0: 3 1      row 1: 4 0
 
-No page is copied: each meets the query of its owner, where it lies, and a row sums up
-what its pages return. What is read is the pool, whatever the longest row.
+No page is copied: the query of its owner attends to it in place, and the results of a
+row's pages are summed. One step reads the pool once, however long the longest row is.
 
     m = max_jc l_jc,   z = Σ_j Σ_c exp(l_jc - m),   y = Σ_j Σ_c exp(l_jc - m) / z · v_jc
 
-Source: pages are those of Kwon et al. 2023 (PagedAttention), arXiv:2309.06180, section
-4.1; the sums over parts of a row those of Flash-Decoding (Dao et al. 2023).
+Source: pages, Kwon et al. 2023 (PagedAttention), arXiv:2309.06180, section 4.1; sums
+over parts of a row, Flash-Decoding (Dao et al. 2023).
 """
 
 from __future__ import annotations
@@ -39,33 +39,34 @@ Array = jax.Array
 
 @flax.struct.dataclass
 class Pages:
-    """Where the tokens of B rows lie in N pages, and where a new token of each goes."""
+    """Which pages hold the tokens of B rows, and where their new tokens are written."""
 
     table: Array  # i32[B, J], pages of a row in the order of its tokens; N is none
-    owner: Array  # i32[N], row of a page; any where `seen` is False throughout
-    seen: Array  # bool[N, C], columns that its owner's new token sees, its own included
-    page: Array  # i32[B], page of the new token; N where it is not written
-    column: Array  # i32[B], its column there
+    owner: Array  # i32[N], row of a page; any row if `seen` is False throughout
+    seen: Array  # bool[N, C], columns that the owner's new token sees, itself included
+    page: Array  # i32[B], page of the new token; N if it is not written
+    column: Array  # i32[B], column of the new token in its page
 
     @property
     def rows(self) -> int:
-        """B."""
+        """B, the number of rows."""
         return self.table.shape[0]
 
 
 def ring(position: Array, *, size: int, going: Array) -> Pages:
-    """One page for every row, of its last `size` tokens: column i mod size has token i.
+    """One page per row with its last `size` tokens; token i is in column i mod size.
 
     Args:
       position: i32[B], tokens before the new one.
       size: columns of a page: the window of a local layer.
+      going: bool[B], rows whose new token is written.
 
     Returns:
-      Pages of B rows in as many pages.
+      B pages, one for each of B rows.
     """
     rows = position.shape[0]
     row = jnp.arange(rows, dtype=jnp.int32)
-    # The last token that each column was given; below 0 there was none yet.
+    # The last token written to each column; below 0, none yet.
     column = jnp.arange(size, dtype=jnp.int32)[None]
     token = position[:, None] - (position[:, None] - column) % size
     return Pages(
@@ -78,7 +79,7 @@ def ring(position: Array, *, size: int, going: Array) -> Pages:
 
 
 def append_to_pages(cache: Cached, new: KeyValue, *, pages: Pages) -> Cached:
-    """The pool with the keys and values of one new token of every row.
+    """Writes the keys and values of one new token of every row into the pool.
 
     Args:
       cache: [N, K, C, head_dim] each.
@@ -111,12 +112,12 @@ def attend_to_pages(
 
     Args:
       query: [B, H, 1, head_dim].
-      keys_values: [N, K, C, head_dim] each, also in int8.
-      sinks: f32[H], as `engines.attend_to` has them.
+      keys_values: [N, K, C, head_dim] each, possibly in int8.
+      sinks: f32[H], as in `engines.attend_to`.
 
     Returns:
-      [B, H, 1, head_dim], in query's dtype; logits and softmax are float32. A row of
-      no pages returns 0.
+      [B, H, 1, head_dim], in query's dtype; 0 for a row without pages. Logits and
+      softmax are float32.
     """
     (key, key_scales), (value, value_scales) = (
         plain(columns, dtype=query.dtype) for columns in keys_values
@@ -137,7 +138,7 @@ def attend_to_pages(
     logits = jnp.where(visible, logits, lowest)
 
     def of_rows(x: Array, absent: Any) -> Array:
-        """[B, J, ...]: of every page of a row, or `absent`."""
+        """[B, J, ...], the values of every page of a row, or `absent`."""
         return x.at[pages.table].get(mode="fill", fill_value=absent)
 
     highest = of_rows(logits.max(axis=-1), lowest).max(axis=1)
@@ -148,7 +149,7 @@ def attend_to_pages(
     total = of_rows(weights.sum(axis=-1), 0.0).sum(axis=1)
     if sinks is not None:
         total = total + jnp.exp(sinks - highest)
-    total = jnp.where(total > 0, total, 1.0)  # of a row without pages
+    total = jnp.where(total > 0, total, 1.0)  # 0 for a row without pages
     share = weights / total[pages.owner][..., None]
     if value_scales is not None:
         share = share * value_scales[:, :, None]

@@ -1,10 +1,10 @@
-"""An engine by itself on each device of a mesh: rows, heads and queries of its own.
+"""Runs an engine on each device of a mesh, for the device's rows, heads and queries.
 
 A loop over blocks, or a kernel, is opaque to the compiler's partitioner, which would
-gather what goes in. Attention needs nothing of other rows or heads. Of a row whose
-columns are cut, each device gathers keys and values, which grouped heads make small;
-their gradients are summed over those devices (an all-reduce). Of a mask that says
-`passed` it has its own, and the engine passes them round.
+gather its inputs. Attention needs nothing of other rows or heads. If devices share the
+columns of a row, each gathers keys and values, which grouped heads make small, and
+their gradients are summed over these devices (an all-reduce). If the mask says `passed`
+a device keeps its own keys, and the engine passes them round.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from rlhf_jax.models.caches import KeyValue
 from rlhf_jax.models.positions import AttentionMask
 
 Array = jax.Array
-# (query, keys_values, *, mask), and sinks of a model with some -> [B, H, T, head_dim]
+# (query, keys_values, *, mask, and sinks if the model has some) -> [B, H, T, head_dim]
 Engine = Callable[..., Array]
-HEAD_AXIS = "tensor"  # of a mesh, that shares the heads
+HEAD_AXIS = "tensor"  # mesh axis that shares the heads
 
 
 def attend_per_device(
@@ -36,18 +36,18 @@ def attend_per_device(
     engine: Engine,
     sinks: Array | None = None,
 ) -> Array:
-    """engine(query, keys_values, mask=mask), on every device of the mesh that is set.
+    """Calls engine(query, keys_values, mask=mask) on every device of the mesh.
 
-    Rows are shared by the axes that hold rows as far as these divide them, heads by
-    `tensor` where it divides the query heads; fewer key heads than that are repeated.
-    Without a mesh, or within `jax.shard_map` over all axes, it is the plain call.
-    Within one over some axes, as those of rows, the other axes share what is left.
+    Rows are sharded over the row axes that divide them, and heads over `tensor` where
+    it divides the query heads; if there are fewer key heads, they are repeated. Without
+    a mesh, or within a `jax.shard_map` over all axes, this is the plain call. Within
+    one over some of the axes, the other axes share the work.
     """
     mesh = jax.sharding.get_abstract_mesh()
     sizes = {
         axis: size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes
     }
-    # One device, or already inside a `shard_map`: there is nothing to share out.
+    # One device, or already inside a `shard_map`: nothing to share.
     own_sinks = {} if sinks is None else {"sinks": sinks}
     if math.prod(sizes.values()) == 1:
         return engine(query, keys_values, mask=mask, **own_sinks)
@@ -57,7 +57,7 @@ def attend_per_device(
         kv_heads % devices == 0 or devices % kv_heads == 0
     )
     if shared and kv_heads % devices:
-        # Fewer key heads than devices: each device gets the one that its queries read.
+        # Fewer key heads than devices: each device gets the one its queries read.
         key, value = (jnp.repeat(x, devices // kv_heads, axis=1) for x in keys_values)
         keys_values = key, value
     rows = axes.row_axes(sizes, rows=query.shape[0], among=axes.ACTIVATION_AXES)
@@ -66,8 +66,8 @@ def attend_per_device(
         by_row, by_part = mask.cut.by_row, mask.cut.by_part
     by_head = PartitionSpec(*by_part, HEAD_AXIS if shared and devices > 1 else None)
     static = mask.window if isinstance(mask.window, int) else None
-    # A traced window has to be an argument of `shard_map`, an int must not become one:
-    # kernels want it static.
+    # A traced window must be an argument of `shard_map`; an int must not, as kernels
+    # need it static.
     traced = () if static is mask.window else (mask.window,)
 
     def local(
@@ -86,7 +86,7 @@ def attend_per_device(
         )
         if mask.cut is not None:
             own = dataclasses.replace(own, share=jax.lax.axis_index(axes.CONTEXT_AXIS))
-            # Keys and values alone are gathered; queries, and what comes out, stay cut.
+            # Only keys and values are gathered; queries and outputs stay sharded.
             if not mask.passed:
                 key, value = (_whole(x, count=mask.cut.count) for x in keys_values)
                 keys_values = key, value

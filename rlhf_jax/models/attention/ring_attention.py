@@ -1,12 +1,12 @@
 """Ring attention by the best kernel of the backend: splash on TPUs, else blockwise.
 
-Of balanced columns (`axes.py`) a device i with the keys of device j sees
+With balanced columns (`axes.py`), queries of device i see of the keys of device j
 
-    j = i     what stands before, as in a row by itself
+    j = i     the columns before them, as in a whole row
     j < i     the first half of the keys, from all queries
-    j > i     all keys, from the second half of its queries
+    j > i     all keys, from the second half of the queries
 
-so that a kernel needs no mask but that of texts, and computes no hidden block.
+so that after turn 0 a kernel masks only texts and computes no hidden block.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NOTHING = splash_attention_kernel.DEFAULT_MASK_VALUE  # log-denominator of no ke
 
 
 class Form(NamedTuple):
-    """What of a call is static."""
+    """Static arguments of a call."""
 
     devices: int  # that pass keys round
     softcap: float | None
@@ -50,20 +50,20 @@ def attend_ring(
     sinks: Array | None = None,
     interpret: bool = False,
 ) -> Array:
-    """softmax(scale · q·kᵀ)·v over what the mask allows, by keys that are passed round.
+    """softmax(scale · q·kᵀ)·v over what the mask allows, with keys passed round.
 
-    Layers with a window that hides something are computed blockwise everywhere. Results
-    of a turn are in query's dtype where splash computes it, their sums in float32.
+    Layers whose window hides columns use the blockwise engine on every backend. Splash
+    returns the results of a turn in query's dtype; they are summed in float32.
 
     Args:
       query: [B, H, T, head_dim], of the columns of this device.
       keys_values: [B, K, T, head_dim] each, of the same columns.
       mask: of all columns, with a cut and `passed`.
-      sinks: f32[H], as `engines.attend_to` has them.
-      interpret: splash's operations one by one, on any backend, for tests.
+      sinks: f32[H], as in `engines.attend_to`.
+      interpret: runs splash's operations one by one, on any backend, for tests.
 
     Returns:
-      [B, H, T, head_dim], in query's dtype; finite at padding where what comes in is.
+      [B, H, T, head_dim], in query's dtype; finite at padding if the inputs are.
     """
     backend = layout.backend_of(jax.sharding.get_abstract_mesh())
     if not interpret and (backend != "tpu" or query.shape[-1] % layout.SPLASH_HEAD_DIM):
@@ -91,7 +91,7 @@ def _attend_splash(
     assert mask.cut is not None
     rows, heads, queries, head_dim = query.shape
     half = queries // 2
-    # Either half is padded at its end, where what follows is hidden or of no text.
+    # Each half is padded at its end, with columns that are hidden or of no text.
     room = -half % block_columns(half)
 
     def padded(x: Array, axis: int) -> Array:
@@ -103,7 +103,7 @@ def _attend_splash(
 
     scale = 1 / math.sqrt(head_dim) if mask.scale is None else mask.scale
     scaled = (query * scale).astype(query.dtype)
-    # i32[c, B, T], of the keys of every device.
+    # i32[c, B, T], texts of the keys of every device.
     segments = jax.vmap(lambda columns: jnp.take(mask.segments, columns, axis=1))(
         mask.columns_of_devices(queries)
     )
@@ -159,8 +159,8 @@ def _backward(form: Form, residuals: Any, gradient: Array) -> tuple[Array | None
                 q, k, v, ids, out, normaliser, gradient = arrays
                 kernel = _kernel(q, k, part=part, form=form)
                 tables = kernel.dq_mask_info, kernel.dkv_mask_info
-                # By the denominators over all keys, which the kernel's own custom VJP
-                # has no way to be given.
+                # Needs the denominators over all keys, which the kernel's own custom
+                # VJP does not take.
                 _, _, _, *gradients, _, _ = (
                     splash_attention_kernel._splash_attention_bwd(
                         **kernel.kwargs,
@@ -194,14 +194,14 @@ _attend.defvjp(_forward, _backward)
 
 
 class Part(NamedTuple):
-    """What a device computes in a turn: queries from `first` and keys to `last`."""
+    """The part of a turn that a device computes: queries from first, keys to last."""
 
     first: int = 0
     last: int | None = None
     causal: bool = False
 
     def of(self, arrays: Blocks, segments: Array, *, owner: Owner) -> tuple[Any, ...]:
-        """q, k and v of this part alone, and their texts."""
+        """q, k and v of this part, and their texts."""
         q, k, v = arrays
         of_q, of_k = (segments[ring_passes.device(device)] for device in (None, owner))
         return (
@@ -212,7 +212,7 @@ class Part(NamedTuple):
 
 
 def _by_place(compute: Callable[[Part], Any], owner: Owner, *, half: int) -> Any:
-    """compute(part), by which of the keys stand before the queries."""
+    """Calls compute(part) for the part of the owner's keys that the queries see."""
     if owner is None:
         return compute(Part(causal=True))
     with jax.named_scope(ring_passes.WHOLE):
@@ -221,14 +221,14 @@ def _by_place(compute: Callable[[Part], Any], owner: Owner, *, half: int) -> Any
             lambda: compute(Part(last=half)),
             lambda: compute(Part(first=half)),
         )
-    # Else XLA casts to float32 within the branches, and holds twice the bytes.
+    # Otherwise XLA casts to float32 within the branches and doubles the memory.
     return jax.lax.optimization_barrier(results)
 
 
 def _kernel(
     q: Array, k: Array, *, part: Part, form: Form, save_residuals: bool = False
 ) -> Any:
-    """JAX's kernel for a row: q [H, n, head_dim] and k [K, m, head_dim]."""
+    """The splash kernel for one row: q [H, n, head_dim] and k [K, m, head_dim]."""
     heads, shape = q.shape[0], (q.shape[1], k.shape[1])
     kind = splash_attention.CausalMask if part.causal else splash_attention.FullMask
     block = block_columns(q.shape[1] // 2 if part.causal else min(shape))

@@ -20,11 +20,11 @@ from rlhf_jax.models.caches import KeyValue
 from rlhf_jax.models.positions import AttentionMask, with_static_window
 
 Array = jax.Array
-LANES = 128  # columns that a block is a multiple of
-# Largest block, columns. A block's logits are kept in a TPU core's own memory.
+LANES = 128  # a block has a multiple of this many columns
+# Most columns of a block. A block's logits are kept in a TPU core's own memory.
 BLOCK, BLOCK_COMPUTE = 1024, 512
-# Logits of a head up to which the backward pass is one kernel. It keeps the gradient of
-# the queries once for each block of keys, which grows with them; two kernels do not.
+# Most logits of a head for a backward pass of one kernel. It keeps a gradient of the
+# queries for each block of keys, which grows with their number; two kernels do not.
 FUSED = 8192**2
 
 
@@ -36,23 +36,24 @@ def attend_splash(
     sinks: Array | None = None,
     interpret: bool = False,
 ) -> Array:
-    """softmax(scale · q·kᵀ)·v over what the mask allows, holding no [T, S].
+    """softmax(scale · q·kᵀ)·v over what the mask allows, without a [T, S] array.
 
     Blocks that causality or the window hides are not visited. Queries are scaled in
-    their own dtype. JAX has reverse mode alone of this kernel.
+    their own dtype. JAX has only reverse mode for this kernel.
 
     Args:
-      mask: of S columns; a traced window has its values in `windows`.
-      interpret: the kernel's operations one by one, on any backend, for tests.
+      mask: of S columns; a traced window needs `windows`.
+      sinks: f32[H], as in `engines.attend_to`.
+      interpret: runs the kernel's operations one by one, on any backend, for tests.
 
     Returns:
-      [B, H, T, head_dim], in query's dtype; finite at padding where what comes in is.
+      [B, H, T, head_dim], in query's dtype; finite at padding if the inputs are.
     """
     size, queries = keys_values[0].shape[2], query.shape[2]
     block = block_columns(size)
     room = -size % block
-    # The last T columns stand among all of them, with nothing before; of a row that is
-    # cut, queries are at columns of their own.
+    # The last T queries are padded on the left to all columns. With a cut, the kernel
+    # gets the columns of the queries instead.
     before, after = size - queries, room
     block_q, segments_q = block, jnp.pad(mask.segments, ((0, 0), (0, room)))
     if mask.share is not None:
@@ -64,7 +65,7 @@ def attend_splash(
         return jnp.pad(x, ((0, 0), (0, 0), (before, after), (0, 0)))
 
     scale = 1 / math.sqrt(query.shape[-1]) if mask.scale is None else mask.scale
-    # The kernel takes no scale of logits: it goes into the queries.
+    # The kernel takes no scale of logits: it multiplies the queries.
     scaled = padded((query * scale).astype(query.dtype), before, after)
     key, value = (padded(x, 0, room) for x in keys_values)
     segments = jnp.pad(mask.segments, ((0, 0), (0, room)))
@@ -83,16 +84,16 @@ def attend_splash(
             ids = splash_attention.SegmentIds(*ids)
             return kernel(query, key, value, segment_ids=ids, sinks=sinks)
 
-        # The kernel computes one row of a batch, all of its heads.
+        # The kernel computes all heads of one row.
         return jax.vmap(row)(scaled, key, value, (segments_q, segments))
 
-    # The kernel's tables of blocks are made at trace time, for one window each.
+    # The kernel's tables of blocks are made at trace time, for one window.
     y = with_static_window(mask, attend)
     return y[:, :, before : before + queries]
 
 
 def block_columns(columns: int) -> int:
-    """Columns of a block, which the lanes of a TPU divide."""
+    """Columns of a block, a multiple of the lanes of a TPU."""
     return min(BLOCK, -(-columns // LANES) * LANES)
 
 
@@ -111,14 +112,14 @@ def _kernel(
     if mask.cut is not None:
         shares = mask.cut.count
         of_queries = balanced(mask.columns, count=shares).reshape(shares, queries)
-        # Padding is at column 0, where something is attended to.
+        # Padding gets column 0, from which a query still attends to something.
         of_queries = np.pad(of_queries, ((0, 0), (0, -queries % block_q))).reshape(-1)
     shape = (of_queries.size, columns)
     causal = splash_attention.CausalMask(shape)
     if mask.window is not None:
-        assert isinstance(mask.window, int)  # as `with_static_window` has it
+        assert isinstance(mask.window, int)  # by `with_static_window`
         causal = splash_attention.LocalMask(shape, (mask.window - 1, 0), 0)
-    # Causality by the columns that queries have in their row, not by their place here.
+    # Causality by the columns of queries in their row, not by their place in the block.
     causal.q_sequence = of_queries
     kernel = splash_attention.make_splash_mha(
         splash_attention.MultiHeadMask([causal] * heads),
@@ -134,7 +135,7 @@ def _kernel(
 
 
 def block_sizes(block_q: int, block: int, *, pairs: int) -> splash_attention.BlockSizes:
-    """Of queries and keys, in a kernel of so many logits of a head."""
+    """Block sizes of a kernel with `pairs` logits per head."""
     compute = math.gcd(block, BLOCK_COMPUTE)
     fused = pairs <= FUSED
     return splash_attention.BlockSizes(
@@ -151,11 +152,11 @@ def block_sizes(block_q: int, block: int, *, pairs: int) -> splash_attention.Blo
 
 
 def _share(share: Array, shares: int, blocks: Array) -> Array:
-    """What a device has of a kernel's tables: those of its queries.
+    """The part of a kernel's table that belongs to the queries of a device.
 
     Args:
-      blocks: i32[c·T] columns of queries, or [1, c·n, m] of blocks; as the kernel's own
-        `manual_sharding_spec` cuts them.
+      blocks: i32[c·T] columns of queries, or [1, c·n, m] of blocks; cut as by the
+        kernel's own `manual_sharding_spec`.
     """
     axis = 0 if blocks.ndim == 1 else 1
     size = blocks.shape[axis] // shares

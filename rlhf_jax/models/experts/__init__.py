@@ -1,4 +1,4 @@
-"""A mixture of experts in place of a layer's MLP: routing, dispatch, exchange.
+"""Mixtures of experts in place of a layer's MLP: routing, dispatch, exchange.
 
 p = softmax(router x);  y = Σ over the k largest p_e of  w_e · MLP_e(x)
 """

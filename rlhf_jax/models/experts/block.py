@@ -1,15 +1,15 @@
-"""The Linen module of a mixture: a router, and E experts of which a token meets k.
+"""The Linen module of a mixture: a router, and E experts; a token goes to k of them.
 
     {"router": {"weight": [D, E], "bias": [E]},
      "up": {"kernel": [E, D, F], "bias": [E, F]}, "gate": as up,
      "down": {"kernel": [E, F, D], "bias": [E, D]}}         of one layer
 
-`dispatch.py` has every expert meet its own tokens in one product (`grouped.py`): none
-is dropped, whatever the load. What a run gives a layer or wants of it beside its output
-goes through Linen's collections:
+`dispatch.py` multiplies the tokens of all experts in one product (`grouped.py`); no
+token is dropped, whatever the load. Experts to replay, and the recorded routing, go
+through Linen's collections:
 
-    "replay"     experts: {"chosen": i32[B, S, k], "tokens": bool[B, S]}      in
-    "routing"    experts: {"layer": (Routing,)}                               out
+    "replay"     experts: {"chosen": i32[B, S, k], "tokens": bool[B, S]}      input
+    "routing"    experts: {"layer": (Routing,)}                               output
 """
 
 from __future__ import annotations
@@ -108,14 +108,14 @@ class Mixture(nn.Module):
 
 
 class Router(nn.Module):
-    """f32[N, E]: x W (+ b), summed in float32, as near ties are told by few digits."""
+    """f32[N, E]: x W (+ b), summed in float32, which near ties need."""
 
     experts: Experts
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         shape = (x.shape[-1], self.experts.count)
-        # Not a "kernel": adapters of all linear layers leave it as it is.
+        # Not called "kernel", so that LoRA's patterns of linear layers skip it.
         weight = self.param("weight", nn.initializers.normal(0.02), shape, jnp.float32)
         logits = jnp.matmul(
             x, weight.astype(x.dtype), preferred_element_type=jnp.float32

@@ -1,9 +1,9 @@
-"""Tokens to their experts and back: on one device, or between those that share them.
+"""Moves tokens to their experts and back, on one device or between devices.
 
 On a mesh every device sorts its own tokens; `shard_map` keeps the compiler from sorting
-those of all. Weights lie on `expert`, one share of the experts on each device, and on
-`tensor`, a share of every expert's width. Between the devices of `expert` rows travel,
-not weights, by one all-to-all there and one back:
+all of them. Weights are sharded over `expert`, a share of the experts per device, and
+over `tensor`, a share of every expert's width. Devices of `expert` exchange rows, not
+weights, by one all-to-all there and one back:
 
     device          0                    1                 2 experts on each
     its rows        e0 e1 e2 e2          e1 e3 e3 e3
@@ -11,8 +11,8 @@ not weights, by one all-to-all there and one back:
     sent to 1       e2 e2 ·  ·           e3 e3 e3 ·
     multiplied      e0 e1 e1             e2 e2 e3 e3 e3
 
-No row is dropped: there is room for all rows of all devices on one. TPUs and GPUs send
-what is there (`jax.lax.ragged_all_to_all`), a CPU the empty places too.
+No row is dropped: every device has room for all rows of all devices. TPUs and GPUs send
+only actual rows (`jax.lax.ragged_all_to_all`); a CPU sends the empty places too.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from rlhf_jax.models import axes
 from rlhf_jax.models.experts.grouped import Load, grouped_product
 
 Array = jax.Array
-# Of "up", "gate" and "down": {"kernel": [E, in, out], "bias": [E, out], "lora_a": ...}.
+# "up", "gate" and "down": {"kernel": [E, in, out], "bias": [E, out], "lora_a": ...}.
 Weights = Mapping[str, Mapping[str, Array]]
-Gate = Callable[[Array, Array], Array]  # (up, gate) -> what `down` reads
+Gate = Callable[[Array, Array], Array]  # (up, gate) -> the input of `down`
 
 
 def mixed(
@@ -41,7 +41,7 @@ def mixed(
 
     Args:
       x: floats[N, D].
-      chosen, shares: i32[N, k] and f32[N, k], experts of every token and their w_e.
+      chosen, shares: i32[N, k] and f32[N, k], the experts of every token and their w_e.
       weights: of all E experts, in x's dtype.
 
     Returns:
@@ -57,7 +57,7 @@ def mixed(
     by_row = PartitionSpec(rows)
     expert = axes.EXPERT_AXIS if sizes.get(axes.EXPERT_AXIS, 1) > 1 else None
     tensor = axes.TENSOR_AXIS if sizes.get(axes.TENSOR_AXIS, 1) > 1 else None
-    # Of the two matrices of an adapter the one on the hidden side is whole.
+    # The matrix of an adapter on the side of D is not sharded.
     inward = {
         "kernel": (None, tensor),
         "bias": (tensor,),
@@ -110,18 +110,17 @@ def _of_device(
     expert: str | None = None,
     tensor: str | None = None,
 ) -> Array:
-    """`mixed` of the tokens of this device, with its share of the experts' weights."""
+    """`mixed` for the tokens of this device, with its share of the experts' weights."""
     own = weights["up"]["kernel"].shape[0]
     devices = 1 if expert is None else jax.lax.axis_size(expert)
-    # Equal ones by token: what a token's rows are summed up from does not depend on
-    # other tokens.
+    # Stable, so that the order of sums does not depend on other tokens.
     order = jnp.argsort(chosen.reshape(-1), stable=True)
     group = chosen.reshape(-1)[order]
     sizes = _sizes(group, own * devices)
     rows = x[order // chosen.shape[1]]
 
-    # Where routing is even, other devices send as many rows here as go from here, and
-    # so many of these experts meet a token.
+    # If routing is even, a device receives as many rows as it sends; `missed` is the
+    # share of experts without a token.
     missed = (1 - chosen.shape[1] / (own * devices)) ** (x.shape[0] * devices)
     load = Load(rows.shape[0], own * (1 - missed))
 
@@ -139,7 +138,7 @@ def _of_device(
 
 
 def _sizes(group: Array, count: int) -> Array:
-    """i32[count]: rows of each group, of sorted ones."""
+    """i32[count], rows of each group; `group` is sorted."""
     numbers = jnp.arange(count, dtype=jnp.int32)
     ends = jnp.searchsorted(group, numbers, side="right").astype(jnp.int32)
     return jnp.diff(ends, prepend=jnp.zeros(1, jnp.int32))
@@ -155,10 +154,12 @@ def _experts(
     gate: Gate,
     tensor: str | None,
 ) -> Array:
-    """down(gate(up x, gate x)) of sorted rows, each by its expert; a share of `tensor`.
+    """down(gate(up x, gate x)) of sorted rows, each by its expert.
+
+    With `tensor` the result is this device's term of a sum.
 
     Args:
-      group: i32[M], the expert of each row; of a row that is none, their number.
+      group: i32[M], the expert of each row; the number of experts for an empty row.
     """
 
     def linear(name: str, x: Array) -> Array:
@@ -168,10 +169,10 @@ def _experts(
         if "lora_a" in own:
             y = y + product(product(x, own["lora_a"]), own["lora_b"])
         if "bias" in own:
-            # Dropped where a row is none: its gradient has no meaning.
+            # An empty row gets no bias: its gradient has no meaning.
             bias = own["bias"].at[group].get(mode="fill", fill_value=0)
             if name == "down" and tensor is not None:
-                # The parts are summed: one of them brings the bias.
+                # The devices' terms are summed: only one of them adds the bias.
                 bias = jnp.where(jax.lax.axis_index(tensor) == 0, bias, 0)
             y = y + bias
         return y
@@ -187,9 +188,9 @@ def _exchanged(
     compute: Callable[[Array, Array, Array], Array],
     axis: str,
 ) -> Array:
-    """compute(rows, group, sizes), each row where its expert is."""
+    """Calls compute(rows, group, sizes) with every row on the device of its expert."""
     devices, size = jax.lax.axis_size(axis), rows.shape[0]
-    of_device = sizes.reshape(devices, -1)  # rows for each expert there
+    of_device = sizes.reshape(devices, -1)  # rows for each expert of each device
     own = of_device.shape[1]
     counts = of_device.sum(axis=1)
     start = jnp.cumsum(counts, dtype=jnp.int32) - counts
@@ -197,7 +198,7 @@ def _exchanged(
     arrived = _swapped(
         rows, start=start, counts=counts, coming=coming.sum(axis=1), axis=axis
     )
-    # The expert of each place, of `own` where nothing has arrived.
+    # The expert of each place, or `own` if the place is empty.
     place = jnp.arange(size, dtype=jnp.int32)
     ends = jnp.cumsum(coming, axis=1, dtype=jnp.int32)
     number = jax.vmap(lambda ends: jnp.searchsorted(ends, place, side="right"))(ends)
@@ -205,7 +206,7 @@ def _exchanged(
     order = jnp.argsort(number, stable=True)
     computed = compute(arrived[order], number[order], coming.sum(axis=0))
     computed = computed[jnp.argsort(order)]
-    # What came from device s stands in its places again, and goes back to them.
+    # Rows from device s are in its places again, and return there.
     back = _returned(computed, counts=counts, coming=coming.sum(axis=1), axis=axis)
     device = group // own
     return back[device * size + jnp.arange(size, dtype=jnp.int32) - start[device]]
@@ -214,19 +215,19 @@ def _exchanged(
 def _swapped(
     rows: Array, *, start: Array, counts: Array, coming: Array, axis: str
 ) -> Array:
-    """[G·M, D]: the rows that each device sends here, from its place s·M on.
+    """[G·M, D], the rows that each device sends here; device s fills places from s·M.
 
     Args:
-      start, counts: i32[G], of the rows that go to each device.
-      coming: i32[G], of those that come from each.
+      start, counts: i32[G], first row and number of rows sent to each device.
+      coming: i32[G], number of rows received from each.
     """
     devices, size = counts.shape[0], rows.shape[0]
 
     def with_room(rows: Array) -> Array:
         place = jnp.arange(size, dtype=jnp.int32)
         at = jnp.minimum(start[:, None] + place[None], size - 1)
-        there = (place[None] < counts[:, None])[..., None]
-        sent = jnp.where(there, rows[at], jnp.zeros((), rows.dtype))
+        filled = (place[None] < counts[:, None])[..., None]
+        sent = jnp.where(filled, rows[at], jnp.zeros((), rows.dtype))
         return jax.lax.all_to_all(sent, axis, 0, 0).reshape(devices * size, -1)
 
     def ragged(rows: Array) -> Array:
@@ -242,7 +243,7 @@ def _swapped(
 
 
 def _returned(rows: Array, *, counts: Array, coming: Array, axis: str) -> Array:
-    """[G·M, D]: what `_swapped` brought, back on the device that it came from."""
+    """[G·M, D], the rows of `_swapped`, returned to the devices that sent them."""
     devices = counts.shape[0]
     size = rows.shape[0] // devices
 

@@ -1,16 +1,16 @@
-"""Products of rows with the matrix of their group: one function, dropless.
+"""Grouped products: every row times the matrix of its group; no row is dropped.
 
     rows, sorted by group     0 0 0 1 3 3       sizes  3 1 0 2
     y[i] = x[i] · w[group of i]
 
-On TPUs it is `jax.lax.ragged_dot`. XLA:CPU expands that to every group times every row,
-so that a CPU runs a loop of its own over blocks of rows instead:
+TPUs use `jax.lax.ragged_dot`. XLA:CPU expands it to every group times every row, so a
+CPU runs a loop over blocks of rows instead:
 
     blocks of 2       [0 0] [0 ·] [1 ·] [3 3]
 
-Each block meets one matrix, and no more blocks are visited than hold a row. On TPUs the
-gradient of w is such a loop too, as XLA expands the transpose of `ragged_dot`. NVIDIA's
-GPUs have kernels of ours (`kernels.py`).
+Each block is multiplied by one matrix, and only blocks that hold a row are visited. On
+TPUs the gradient of w is such a loop too, as XLA expands the transpose of `ragged_dot`.
+NVIDIA GPUs use our own kernels (`kernels.py`).
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ import jax
 import jax.numpy as jnp
 
 Array = jax.Array
-# Rows of a block: the largest that an even share of the rows fills, so that little of a
-# block stands empty.
+# Sizes of a block in rows. The largest that an even share of the rows fills is used, so
+# that blocks have few empty rows.
 BLOCKS = (128, 64, 32, 16, 8)  # on a CPU
 LARGE = 1024, 512, 256, *BLOCKS  # elsewhere
 
 
-TURNS = "expected_turns_"  # a scope: how often the loop in it runs where load is even
+TURNS = "expected_turns_"  # scope of a loop, with its turns if the load is even
 
 
 class Load(NamedTuple):
-    """What is expected of the groups: it sizes blocks, and a plan counts by it."""
+    """The expected load of the groups, which sizes blocks; plans count work with it."""
 
-    rows: int  # that are of a group
-    groups: float  # that have a row
+    rows: int  # rows that belong to a group
+    groups: float  # groups that have a row
 
     @property
     def scope(self) -> str:
-        """Under which products stand in a program (`jax.named_scope`)."""
+        """Name of the `jax.named_scope` around products of this load."""
         return f"rows_{self.rows}_of_{self.groups:.4f}_groups"
 
     @classmethod
     def of_scope(cls, text: str) -> Load | None:
-        """That of the last such scope in a text."""
-        found = re.findall(r"rows_(\d+)_of_([\d.]+)_groups", text)
-        return cls(int(found[-1][0]), float(found[-1][1])) if found else None
+        """Reads the load from the last such scope in a text; None without one."""
+        matches = re.findall(r"rows_(\d+)_of_([\d.]+)_groups", text)
+        return cls(int(matches[-1][0]), float(matches[-1][1])) if matches else None
 
     def turns(self, block: int) -> int:
-        """Blocks that hold a row where load is even."""
+        """Number of blocks that hold a row if the load is even."""
         own = round(self.rows / self.groups, 3)  # 128 of 7.9999999999 are 16
         return math.ceil(self.groups * math.ceil(own / block))
 
@@ -62,19 +62,19 @@ def grouped_product(
 ) -> Array:
     """y[i] = x[i] · w[g(i)], where rows of group 0 come first, then those of group 1.
 
-    Rows beyond Σ sizes are of no group: what is returned for them, and as the gradient
-    of their x, has no meaning and need not be finite. They change nothing of the others
-    and of the gradient of w.
+    Rows beyond Σ sizes belong to no group: their y and the gradient of their x have no
+    meaning and may be infinite or NaN. They affect neither other rows nor the gradient
+    of w.
 
-    Reverse mode, `jax.vmap` and the forward mode of a gradient work; forward mode by
-    itself does not, nor a reverse pass through a reverse pass.
+    Reverse mode, `jax.vmap` and forward mode over a gradient work; forward mode alone
+    and reverse over reverse do not.
 
     Args:
       x: floats[M, in].
       w: [G, in, out], of the same dtype.
       sizes: i32[G], rows of each group; Σ sizes <= M.
-      load: what of them is expected; None is M rows, of all groups. It changes nothing
-        but rounding.
+      load: the expected load, which changes only speed and rounding; None is M rows in
+        all groups.
 
     Returns:
       [M, out] of x's dtype, summed in float32.
@@ -99,12 +99,12 @@ def _block_size(rows: int, groups: int, *, blocks: tuple[int, ...] = BLOCKS) -> 
 
 
 def _plan(sizes: Array, *, rows: int, block: int) -> tuple[Array, ...]:
-    """Where every block begins and ends, and its group; how many there are."""
+    """Group, start and end of group of every block, i32[n]; the number of blocks."""
     groups = sizes.shape[0]
     ends = jnp.cumsum(sizes, dtype=jnp.int32)
     of_group = -(-sizes // block)
     last = jnp.cumsum(of_group, dtype=jnp.int32)
-    # Of a group that has a row, at most block - 1 places stand empty.
+    # A group with rows leaves at most block - 1 places empty.
     most = (rows + min(groups, rows) * (block - 1)) // block
     number = jnp.arange(most, dtype=jnp.int32)
     group = jnp.searchsorted(last, number, side="right").astype(jnp.int32)
@@ -137,7 +137,7 @@ def _visited(
         matrix = jax.lax.dynamic_index_in_dim(w, group[turn], keepdims=False)
         matrix = matrix.T if transposed else matrix
         product = jnp.matmul(part, matrix, preferred_element_type=jnp.float32)
-        # What a block computes for rows of the next group is written over by it.
+        # The next group overwrites what a block computes for its rows.
         return jax.lax.dynamic_update_slice_in_dim(y, product.astype(y.dtype), at, 0)
 
     return _loop(meet, y, count=count, expected=load.turns(block))[:rows]
@@ -155,10 +155,10 @@ def _of_weights(
 
     def meet(turn: Array, so_far: Array) -> Array:
         at, own = start[turn], group[turn]
-        # Rows of the next group, or of none, add nothing to this one's matrix.
-        there = (at + place < end[turn])[:, None]
+        # Rows of the next group, or of no group, add nothing.
+        in_group = (at + place < end[turn])[:, None]
         part, above = (
-            jnp.where(there, jax.lax.dynamic_slice_in_dim(a, at, block), 0)
+            jnp.where(in_group, jax.lax.dynamic_slice_in_dim(a, at, block), 0)
             for a in (x, gradient)
         )
         laid_out = jax.lax.optimization_barrier(part.T)
@@ -179,7 +179,7 @@ def _dot(x: Array, w: Array, sizes: Array, *, load: Load) -> Array:
 def _visited_by_kernel(
     x: Array, w: Array, sizes: Array, load: Load, transposed: bool
 ) -> Array:
-    # Here and below: dense models need no Pallas.
+    # Imported here and below: dense models need no Pallas.
     from rlhf_jax.models.experts import kernels
 
     block = _block_size(load.rows, w.shape[0], blocks=kernels.BLOCKS)
@@ -201,7 +201,7 @@ def _of_weights_by_kernel(x: Array, gradient: Array, sizes: Array, load: Load) -
         return kernels.of_weights(x, gradient, end - sizes, end)
 
 
-# Both are linear in either of two arrays.
+# Both are linear in each of their two arrays.
 @_visited_by_kernel.defjvp
 def _visited_by_kernel_jvp(
     load: Load, transposed: bool, at: Any, along: Any

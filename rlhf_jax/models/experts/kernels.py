@@ -1,10 +1,10 @@
-"""Grouped products as kernels for NVIDIA's GPUs, where XLA expands `ragged_dot`.
+"""Grouped products as kernels for NVIDIA GPUs, where XLA expands `ragged_dot`.
 
     y[i] = x[i] · w[g(i)]         a program for each block of rows and tile of columns
-    dw[g] = Σ x[i] dy[i]ᵀ         one for each group and tile of its matrix
+    dw[g] = Σ x[i] dy[i]ᵀ         a program for each group and tile of its matrix
 
-A program reads the rows of one group alone, and the matrix of no group without rows.
-In Pallas for Triton; off a GPU they are interpreted.
+A program reads only the rows of one group, and no matrix of a group without rows.
+The kernels are written in Pallas for Triton; off a GPU they are interpreted.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 Array = jax.Array
-Ref = Any  # of an array in the device's memory
-Part = tuple[Any, Array]  # a slice, and which of its numbers are there
-BLOCKS = (128, 64, 32, 16)  # rows
-TILE = 128  # columns of what is written
-DEPTH = 32  # numbers that are summed up at a time
+Ref = Any  # an array in the device's memory
+Part = tuple[Any, Array]  # a slice, and bool[n] of its indices that are in range
+BLOCKS = (128, 64, 32, 16)  # rows of a block
+TILE = 128  # columns of an output tile
+DEPTH = 32  # products that are summed at a time
 
 
 def product(
@@ -36,12 +36,12 @@ def product(
     transposed: bool = False,
     interpret: bool = False,
 ) -> Array:
-    """[M, out] of x's dtype, of [M, in] and [G, in, out], summed in float32.
+    """[M, out] in x's dtype, from [M, in] and [G, in, out], summed in float32.
 
     Args:
-      group, start, end: i32[N], the group of each block of at most `block` rows, and
-        where it begins and ends; nothing is computed where start >= end. Rows of no
-        block have no meaning.
+      group, start, end: i32[N], the group of each block of at most `block` rows, its
+        first row and the end of its group; nothing is computed where start >= end.
+        Rows of no block have no meaning.
       transposed: w is [G, out, in].
     """
     rows, size_in = x.shape
@@ -75,10 +75,10 @@ def product(
 def of_weights(
     x: Array, gradient: Array, start: Array, end: Array, *, interpret: bool = False
 ) -> Array:
-    """[G, in, out] of x's dtype: Σ x[i] gradient[i]ᵀ over the rows of each group.
+    """[G, in, out] in x's dtype: Σ x[i] gradient[i]ᵀ over the rows of each group.
 
     Args:
-      start, end: i32[G], where the rows of each group begin and end.
+      start, end: i32[G], the first row of each group and the row after its last.
     """
     sizes = x.shape[1], gradient.shape[1]
     tiles = [min(TILE, max(16, pl.next_power_of_2(size))) for size in sizes]
@@ -138,14 +138,14 @@ def _numbers(count: int) -> Array:
 
 
 def _read(ref: Ref, rows: Part, columns: Part, *group: Array) -> Array:
-    there = rows[1][:, None] & columns[1][None]
-    return triton.load(ref.at[*group, rows[0], columns[0]], mask=there, other=0.0)
+    in_range = rows[1][:, None] & columns[1][None]
+    return triton.load(ref.at[*group, rows[0], columns[0]], mask=in_range, other=0.0)
 
 
 def _write(ref: Ref, rows: Part, columns: Part, values: Array, *group: Array) -> None:
-    there = rows[1][:, None] & columns[1][None]
+    in_range = rows[1][:, None] & columns[1][None]
     at = ref.at[*group, rows[0], columns[0]]
-    triton.store(at, values.astype(ref.dtype), mask=there)
+    triton.store(at, values.astype(ref.dtype), mask=in_range)
 
 
 def _dot(a: Array, b: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, with what weights, and what that says of a router."""
+"""Which experts a token goes to, their weights, and the statistics of routers."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from rlhf_jax.functional import masked
 from rlhf_jax.models.config import Experts, ModelConfig
 
 Array = jax.Array
-OWN = -1  # in a record of experts: none is recorded here, and the router chooses
+OWN = -1  # in a record of experts: none recorded, the router chooses
 
 
 @flax.struct.dataclass
 class Routing:
-    """What the routers of all L layers did; N tokens, k experts each, of E."""
+    """The decisions of the routers of all L layers, each token to k of E experts."""
 
-    chosen: Array  # i32[L, ..., k], experts by falling probability
+    chosen: Array  # i32[L, ..., k], experts by decreasing probability
     # Sums over tokens that are not padding.
     entropy: Array  # f32[L], nats, of the router's distribution
-    probability: Array  # f32[L, E]
+    probability: Array  # f32[L, E], of the router's distribution
     load: Array  # f32[L, E], tokens that went to each expert
-    tokens: Array  # f32[L]
+    tokens: Array  # f32[L], number of tokens
 
 
 class Given(NamedTuple):
-    """What a pass is told of the experts of its tokens."""
+    """Experts that a forward pass replays, and whether it records its routing."""
 
     # i32[L, B, S, k], or [B, S, k] of one layer; None lets the routers choose.
     chosen: Array | None = None
-    # bool[B, S], True at tokens that are not padding, to record the routing; None
-    # records nothing.
+    # bool[B, S], False at padding: records the routing of these tokens; None records
+    # nothing.
     tokens: Array | None = None
 
     def of_layer(self, number: int) -> Given:
-        """That of a layer, from 0."""
+        """The part of one layer, from 0."""
         return self._replace(
             chosen=None if self.chosen is None else self.chosen[number]
         )
@@ -57,15 +57,15 @@ def choose(
 
     Args:
       logits: f32[N, E], of the router.
-      replayed: i32[N, k], experts that were chosen elsewhere; `OWN` throughout a token
-        leaves it to these logits. The weights are of these logits in either case, and
-        the gradient reaches them (Ma et al. 2025, arXiv:2510.11370, section 4.1).
+      replayed: i32[N, k], experts that another pass chose; a token with `OWN`
+        throughout is routed by its logits. The weights always come from the logits,
+        and the gradient reaches these (Ma et al. 2025, arXiv:2510.11370, section 4.1).
 
     Returns:
-      i32[N, k] and f32[N, k]. No gradient comes of which experts are chosen.
+      i32[N, k] and f32[N, k]. The choice of experts has no gradient. Ties go to the
+      expert with the lower number.
 
-    Source: Shazeer et al. 2017, arXiv:1701.06538, section 2.1; of equal logits the
-    expert with the lower number goes first.
+    Source: Shazeer et al. 2017, arXiv:1701.06538, section 2.1.
     """
     _, chosen = jax.lax.top_k(logits, experts.per_token)
     chosen = chosen.astype(jnp.int32)
@@ -78,7 +78,7 @@ def choose(
 
 
 def summed(logits: Array, chosen: Array, *, tokens: Array) -> Routing:
-    """The `Routing` of one layer, without its first dimension.
+    """The `Routing` of one layer, without the dimension L.
 
     Args:
       tokens: bool[N], False at padding.
@@ -97,11 +97,11 @@ def summed(logits: Array, chosen: Array, *, tokens: Array) -> Routing:
 
 
 def balance_loss(routing: Routing) -> Array:
-    """f32[]: the mean over layers of (E / k) Σ_e f_e P_e, 1 where all is even.
+    """f32[]: the mean over layers of (E / k) Σ_e f_e P_e, 1 if the load is even.
 
-    f_e is the share of tokens that went to expert e, times k, and P_e the mean of its
-    probability, of the tokens at hand: a micro-batch balances its own. The gradient
-    reaches the routers by P_e alone.
+    f_e is the share of tokens that went to expert e and P_e its mean probability, over
+    the tokens of this batch: a micro-batch balances its own tokens. The gradient
+    reaches the routers through P_e only.
 
     Source: Fedus et al. 2021, arXiv:2101.03961, eq. 4 to 6, for k experts.
     """
@@ -113,10 +113,10 @@ def balance_loss(routing: Routing) -> Array:
 
 
 def router_stats(routing: Routing) -> masked.Stats:
-    """Means over tokens and layers, as (sum, weight).
+    """Statistics of the routers, means over tokens or layers as (sum, weight).
 
-    `router/entropy` is in nats; `router/load_max` is the load of the busiest expert of
-    a layer over an even load, and `router/unused` the share of experts without a token.
+    `router/entropy` is in nats; `router/load_max` is the load of a layer's busiest
+    expert over an even load; `router/unused` is the share of experts without a token.
     """
     experts, per_token = routing.load.shape[1], routing.chosen.shape[-1]
     even = jnp.maximum(routing.tokens * per_token / experts, 1e-9)
@@ -132,12 +132,12 @@ def router_stats(routing: Routing) -> masked.Stats:
 def routing_faults(
     model: ModelConfig, chosen: Array | None, *, tokens: Array, record: bool = False
 ) -> Iterator[str]:
-    """What is wrong with a record of experts for these tokens and this model.
+    """Describes why a record of experts does not fit the tokens and the model.
 
     Args:
-      chosen: of any shape and dtype; None is no record.
+      chosen: the record, of any shape and dtype; None: nothing is replayed.
       tokens: i32[B, S].
-      record: whether the routing of the model itself is asked for.
+      record: whether the pass is to record its own routing.
     """
     experts = model.experts
     if experts is None:

@@ -1,1 +1,1 @@
-"""One file for each family of checkpoints, and what they share."""
+"""One file per family of checkpoints, and the code that they share."""

@@ -1,7 +1,7 @@
-"""Gemma 2 (arXiv:2408.00118): norms around each block, every other layer local.
+"""Gemma 2 (arXiv:2408.00118): norms before and after blocks, every other layer local.
 
 Attention and the head are soft-capped, norms multiply by 1 + weight, and embeddings are
-read times sqrt(hidden_size).
+multiplied by sqrt(hidden_size).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.families import keys, llama
 from rlhf_jax.models.families.options import fields, windows
 
-# Where a config.json is silent, as transformers 4 left out what was a default of all.
+# For options missing from config.json: transformers 4 did not write defaults.
 DEFAULTS = {
     "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh",
@@ -66,7 +66,7 @@ def decoder_from_hf(
     model = llama.decoder_from_hf(
         options, family=family, activation="hidden_activation"
     )
-    if "layer_types" not in options:  # which local layers there are, null does not say
+    if "layer_types" not in options:  # by default some are local and need a window
         fields.required(DEFAULTS | dict(config), "sliding_window")
     model = windows.from_hf(
         model,
@@ -89,22 +89,22 @@ def decoder_to_hf(model: ModelConfig) -> dict[str, Any]:
     activation = options.pop("hidden_act")
     scale = model.head_dim**-0.5 if model.query_scale is None else model.query_scale
     scalar = scale**-2
-    whole = round(scalar)  # theirs is an integer
+    whole = round(scalar)  # transformers has an integer
     return options | {
-        # Equal, and what other readers of theirs expect.
+        # The name that other readers of Gemma expect; the function is the same.
         "hidden_activation": (
             "gelu_pytorch_tanh" if activation == "gelu_new" else activation
         ),
         "attention_bias": model.attention_bias,
         "query_pre_attn_scalar": whole if whole**-0.5 == scale else scalar,
-        # transformers asks for one even where no layer is local.
+        # transformers requires a window even if no layer is local.
         "sliding_window": model.sliding_window or DEFAULTS["sliding_window"],
         "layer_types": windows.layer_types(model),
     }
 
 
 def key_table(model: ModelConfig) -> keys.Table:
-    """Llama's names, and those of the norms of what attention and MLP return."""
+    """Llama's names, and those of norms on the outputs of attention and MLP."""
     projections = (*llama.attention_keys(model), *llama.mlp_keys(model))
     return llama.table(model, *projections, norms=NORMS)
 

@@ -1,8 +1,7 @@
 """Gemma 3, the language model (arXiv:2503.19786): Gemma 2 with norms of query and key.
 
-Five local layers to a global one, each kind with a base of its own for its rotary
-positions, of which those of the global layers may be scaled; nothing is soft-capped in
-attention.
+There are five local layers per global one, and each kind has its own rotary base. Only
+global layers may be scaled. Attention has no soft cap.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.families import gemma2, keys
 from rlhf_jax.models.families.options import fields, rotary
 
-# Where a config.json is silent, as those of 4B and more are.
+# For options missing from config.json, as they are from 4B on.
 DEFAULTS = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -27,13 +26,13 @@ DEFAULTS = {
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """The decoder of a Gemma3 text `config.json`.
 
-    Reads `rope_theta`, `rope_local_base_freq` and `rope_scaling`, and the
-    `rope_parameters` of transformers 5, which hold one of each for each kind of layer.
+    Reads `rope_theta`, `rope_local_base_freq` and `rope_scaling`, or the
+    `rope_parameters` of transformers 5, which have base and scaling per kind of layer.
 
     Raises:
       InputError: an option that the decoder does not implement, by name.
     """
-    # Theirs names it, and computes without.
+    # transformers has the option, and computes without a soft cap.
     fields.only(config, {"attn_logit_softcapping": None})
     config = fields.filled(config, DEFAULTS)
     near, far = rotary.by_kind_of_layer(config)

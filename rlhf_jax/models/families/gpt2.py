@@ -62,7 +62,7 @@ def config_to_hf(model: ModelConfig) -> dict[str, Any]:
 
 
 def key_table(model: ModelConfig) -> keys.Table:
-    """GPT-2's names; its linear layers are Conv1D, [in, out] as ours."""
+    """GPT-2's names; its linear layers are Conv1D, [in, out] like ours."""
     layer = "transformer.h.{layer}"
     qkv = ("layers/attention/query", "layers/attention/key", "layers/attention/value")
     output = "layers/attention/output"

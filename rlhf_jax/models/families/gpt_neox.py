@@ -65,7 +65,7 @@ def config_to_hf(model: ModelConfig) -> dict[str, Any]:
 
 
 def key_table(model: ModelConfig) -> keys.Table:
-    """GPT-NeoX's names; query, key and value take turns by head in one tensor."""
+    """GPT-NeoX's names; query, key and value alternate by head in one tensor."""
     layer = "gpt_neox.layers.{layer}"
     attention, mlp = f"{layer}.attention", f"{layer}.mlp"
     qkv = ("layers/attention/query", "layers/attention/key", "layers/attention/value")

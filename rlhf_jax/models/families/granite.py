@@ -1,7 +1,7 @@
 """Granite 3: Llama with the multipliers of maximal updates (arXiv:2203.03466).
 
-Embeddings, what attention and MLP add, and logits of attention are multiplied, logits
-over the vocabulary divided, each by a number of config.json.
+Numbers in config.json multiply embeddings, the outputs of attention and MLP, and
+attention logits, and divide the logits over the vocabulary.
 """
 
 from __future__ import annotations

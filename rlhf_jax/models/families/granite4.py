@@ -1,7 +1,7 @@
-"""Granite 4, whose layers are all attention: Granite 3 with a fused MLP.
+"""Granite 4 models with attention in every layer: Granite 3 with a fused MLP.
 
-Its `model_type` granitemoehybrid stands for models with Mamba layers and experts too,
-which are refused.
+Other models of its `model_type`, granitemoehybrid, have Mamba layers or experts and are
+rejected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     Raises:
       InputError: an option that the decoder does not implement, by name.
     """
-    # Without the first there are eight experts, without the second Mamba layers alone.
+    # transformers' defaults are eight experts, and only Mamba layers.
     fields.required(config, "num_local_experts")
     kinds = config.get("layers_block_type") or fields.required(config, "layer_types")
     fields.check({"layer_types": kinds})
@@ -48,20 +48,20 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
 def config_to_hf(model: ModelConfig) -> dict[str, Any]:
     """The `config.json` that `config_from_hf` reads back."""
     options = granite.config_to_hf(model)
-    del options["mlp_bias"]  # which theirs has not
+    del options["mlp_bias"]  # transformers' config has no such option
     return options | {
         "shared_intermediate_size": model.intermediate_size,
         "position_embedding_type": None if any(model.unrotated_layers) else "rope",
         "layer_types": [ATTENTION[0]] * model.num_layers,
         "num_local_experts": 0,
         "num_experts_per_tok": 0,
-        # Of layers that are not there, which transformers checks all the same.
+        # There are no such layers, but transformers checks the option.
         "mamba_n_heads": 1,
     }
 
 
 def key_table(model: ModelConfig) -> keys.Table:
-    """Llama's names, but for those of the MLP."""
+    """Llama's names, except those of the MLP."""
     theirs, ours = "model.layers.{layer}.shared_mlp", "layers/mlp"
     gate_up = (f"{ours}/gate", f"{ours}/up")
     return llama.table(

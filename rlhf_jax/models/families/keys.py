@@ -1,13 +1,15 @@
 """How a family of Hugging Face checkpoints maps onto the decoder.
 
-A `Family` translates a config both ways and has a `Table`: a line for each tensor,
-naming it there and here. Reading, writing and checking all follow from that one table:
+A `Family` translates a config both ways and has a `Table`, with one `Key` per kind of
+tensor that gives its name there and the path of its leaf here. Reading, writing and
+checking all use this table:
 
     Key("layers.{layer}.up_proj.weight", ("layers/mlp/up/kernel",), "transposed")
 
 says that our leaf [L, D, F] is stacked from L tensors [F, D]. With {layer} and {expert}
-it is [L, E, D, F], of L·E tensors. `leaves` below is the parameter tree flattened to
-{"layers/mlp/up/kernel": leaf}.
+a leaf [L, E, D, F] is stacked from L·E tensors. `leaves` below is the parameter tree
+flattened to {"layers/mlp/up/kernel": leaf}. "Theirs" is the checkpoint's tensor, and
+"ours" is the leaf.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ SCORE_BIAS = "score.bias"  # [1]
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """A Hugging Face tensor and the leaf, or leaves, of ours that it holds.
+    """A Hugging Face tensor and the leaf or leaves that it holds.
 
     Layouts, theirs -> ours:
       same        [in, out] -> [in, out]   (biases, norms, the Conv1D of GPT-2)
@@ -40,21 +42,21 @@ class Key:
       taps        [C, 1, W] -> [W, C]      (the convolution of each channel)
     """
 
-    # With {layer} where there is one tensor a layer, and {expert} where there is one
-    # for each of its experts.
+    # With {layer} if there is one tensor per layer, and {expert} if there is one per
+    # expert of a layer.
     name: str
-    paths: tuple[str, ...]  # several are fused in that tensor, along their last axis
+    paths: tuple[str, ...]  # several leaves are fused along their last axis
     layout: Layout = "same"
-    head_dim: int | None = None  # fused by turns of so many columns; None leaf by leaf
-    layers: tuple[int, ...] | None = None  # that have the tensor; None is all
+    head_dim: int | None = None  # leaves alternate every head_dim columns; None: whole
+    layers: tuple[int, ...] | None = None  # layers that have the tensor; None is all
 
     @property
     def stacked(self) -> int:
-        """Dimensions of our leaf that count tensors of theirs: layers, and experts."""
+        """Leading dimensions of our leaf that count tensors: layers, then experts."""
         return ("{layer}" in self.name) + ("{expert}" in self.name)
 
     def names(self, model: ModelConfig) -> list[str]:
-        """The names of their tensors: one, one per layer, or one per expert of it."""
+        """Names of the tensors: one, one per layer, or one per layer and expert."""
         layers = range(model.num_layers) if self.layers is None else self.layers
         experts = range(0 if model.experts is None else model.experts.count)
         match self.stacked:
@@ -66,7 +68,7 @@ class Key:
         return [self.name.format(layer=layer, expert=expert) for layer, expert in every]
 
     def shape(self, leaves: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-        """The shape of their tensor, of one layer, from the shapes of our leaves."""
+        """The shape of one of their tensors, from the shapes of our leaves."""
         first, *_ = shapes = [leaves[path].shape[self.stacked :] for path in self.paths]
         fused = (*first[:-1], sum(shape[-1] for shape in shapes))
         match self.layout:
@@ -82,12 +84,12 @@ class Key:
                 return fused
 
     def columns(self, width: int) -> np.ndarray:
-        """i64[width]: where each column of our leaves stands in their tensor.
+        """i64[width]: where each column of our leaves is in their tensor.
 
-        Two leaves a and b of two heads, a0 a1 b0 b1, are a0 b0 a1 b1 by turns.
+        Two leaves a and b of two heads, a0 a1 b0 b1, alternate as a0 b0 a1 b1.
 
         Args:
-          width: of all leaves together, which then are of one width.
+          width: columns of all leaves together; with `head_dim` they are equally wide.
         """
         columns = np.arange(width)
         if self.head_dim is None:
@@ -96,7 +98,7 @@ class Key:
         return turns.swapaxes(0, 1).reshape(-1)
 
     def window(self, ours: list[slice], vocab_size: int) -> tuple[slice, ...]:
-        """Where their tensor has a part of ours, whose last slice is theirs already."""
+        """Where their tensor has a part of ours; the last slice is of their columns."""
         match self.layout:
             case "transposed":
                 return tuple(reversed(ours))
@@ -112,7 +114,7 @@ class Key:
                 return tuple(ours)
 
     def from_hf(self, part: np.ndarray) -> np.ndarray:
-        """Theirs -> ours."""
+        """Converts one tensor, or a part of it, from their layout to ours."""
         match self.layout:
             case "transposed":
                 return part.T
@@ -124,7 +126,7 @@ class Key:
                 return part
 
     def to_hf(self, parts: list[np.ndarray], vocab_size: int) -> np.ndarray:
-        """Ours -> theirs."""
+        """Fuses leaves into one tensor of their layout."""
         tensor = np.concatenate(parts, axis=-1)
         if self.head_dim is not None:
             tensor = tensor[..., np.argsort(self.columns(tensor.shape[-1]))]
@@ -142,24 +144,24 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Every tensor of a model, in the order in which it is written."""
+    """Every tensor of a model, in the order in which they are written."""
 
-    prefix: str  # of the trunk; a checkpoint of the trunk alone leaves it out
+    prefix: str  # of trunk tensors; checkpoints of only a trunk leave it out
     keys: tuple[Key, ...]
-    ignored: tuple[str, ...] = ()  # tensors of theirs that hold nothing of the model
-    tied: str | None = None  # name of the head that is the embedding; None: untied
+    ignored: tuple[str, ...] = ()  # tensors that hold no parameters
+    tied: str | None = None  # name of the head that equals the embedding; None: untied
 
     @property
     def embedding(self) -> Key:
-        """The token embedding."""
+        """Key of the token embedding."""
         (key,) = (key for key in self.keys if key.paths[0].endswith("embed/tokens"))
         return key
 
     def as_stored(self, names: Collection[str]) -> Table:
-        """The table by the names that a checkpoint has chosen.
+        """The table with the names that a checkpoint uses.
 
-        They may lack the prefix. One tensor is embedding and head of a tied model; its
-        name is that of the embedding, or, where only this is there, of the head.
+        They may lack the prefix. The one tensor of a tied model is named after the
+        embedding, or after the head if the checkpoint has only that name.
         """
         prefixed = any(name.startswith(self.prefix) for name in names)
         table = self if prefixed else self.bare()
@@ -171,7 +173,7 @@ class Table:
         return dataclasses.replace(table, keys=tuple(keys))
 
     def bare(self) -> Table:
-        """The same table as a checkpoint without the prefix names it."""
+        """The table without the prefix in its names."""
         return dataclasses.replace(
             self,
             keys=tuple(
@@ -184,8 +186,8 @@ class Table:
     def scalar(self) -> Table:
         """The table of {"trunk", "score"}: the trunk, and a score instead of a head.
 
-        A head that was left in is ignored, and so is a bias of the score, which few
-        checkpoints have: who reads it looks for it.
+        A remaining head is ignored. So is a bias of the score, which few checkpoints
+        have; the reader looks for it separately.
         """
         heads = [key for key in self.keys if key.paths[0].startswith("head/")]
         trunk = [
@@ -200,15 +202,15 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What reading and writing a checkpoint needs to know of a family."""
+    """How checkpoints of a family are read and written."""
 
     name: str  # `model_type` in config.json
-    stem: str  # of its architectures, as in LlamaForCausalLM
-    # InputError names an option that the decoder does not implement.
+    stem: str  # of its architectures, such as Llama in LlamaForCausalLM
+    # Raises an InputError that names an option the decoder does not implement.
     config_from_hf: Callable[[Mapping[str, Any]], ModelConfig]
-    config_to_hf: Callable[[ModelConfig], dict[str, Any]]  # that it reads back
+    config_to_hf: Callable[[ModelConfig], dict[str, Any]]  # inverse of config_from_hf
     key_table: Callable[[ModelConfig], Table]
-    # Options that other families refuse (`UNSUPPORTED` of checkpoints/hf), such as
+    # Options that other families reject (`UNSUPPORTED` of checkpoints/hf), such as
     # num_experts.
     reads: tuple[str, ...] = ()
     causal_suffix: str = "ForCausalLM"
@@ -226,7 +228,7 @@ class Family:
 
 
 def in_layers(layers: tuple[int, ...], *of_all: Key) -> tuple[Key, ...]:
-    """The keys, of tensors that these layers alone have."""
+    """The keys, for tensors that only these layers have."""
     return tuple(dataclasses.replace(key, layers=layers) for key in of_all)
 
 

@@ -1,7 +1,6 @@
 """Llama 1 to 3 (arXiv:2302.13971, arXiv:2407.21783): Hugging Face config and names.
 
-Many families have named their options and tensors after Llama's; what they share with
-it they take from here.
+Many families name their options and tensors as Llama does, and use the functions here.
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ def decoder_from_hf(
     """The decoder of the options that Llama and its descendants name alike.
 
     Args:
-      partial_rotary: whether the family's heads may rotate in part.
+      partial_rotary: whether the family may rotate only part of a head.
+      activation: name of the option that names the activation.
 
     Raises:
       InputError: an option that the decoder does not implement, by name.
@@ -43,7 +43,7 @@ def decoder_from_hf(
         fields.only(config, {"partial_rotary_factor": 1.0})
         fields.only(rotary.parameters(config), {"partial_rotary_factor": 1.0})
     rope_theta, rope_scaling = rotary.from_hf(config)
-    # Theirs is one option for all four projections.
+    # One option sets the biases of all four projections.
     attention_bias = fields.option(config, "attention_bias", False)
     return ModelConfig(
         family=family,
@@ -71,7 +71,7 @@ def decoder_from_hf(
 
 
 def decoder_to_hf(model: ModelConfig) -> dict[str, Any]:
-    """The options that `decoder_from_hf` reads back, but for those of biases."""
+    """The options that `decoder_from_hf` reads back, except those of biases."""
     return {
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
@@ -102,7 +102,7 @@ def config_to_hf(model: ModelConfig) -> dict[str, Any]:
 
 
 def attention_keys(model: ModelConfig) -> tuple[keys.Key, ...]:
-    """The projections of Llama's attention, and the norms of query and key if any."""
+    """The projections of Llama's attention, and norms of query and key if any."""
     theirs, ours = "model.layers.{layer}.self_attn", "layers/attention"
     qkv_bias, output_bias = model.attention_bias, model.attention_output_bias
     norms = (

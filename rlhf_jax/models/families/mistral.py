@@ -24,7 +24,7 @@ def config_to_hf(model: ModelConfig) -> dict[str, Any]:
 
 
 def in_every_layer(model: ModelConfig, *, window: int | None) -> ModelConfig:
-    """The model with a window in every layer, in tokens; None is without."""
+    """The model with a window, in tokens, in every layer; None is no window."""
     local = () if window is None else (True,) * model.num_layers
     return dataclasses.replace(model, sliding_window=window, local_layers=local)
 

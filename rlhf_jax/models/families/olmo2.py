@@ -1,6 +1,6 @@
-"""OLMo 2 (arXiv:2501.00656): Llama whose norms stand behind attention and MLP.
+"""OLMo 2 (arXiv:2501.00656): Llama with norms after attention and MLP, not before.
 
-One norm is over the queries of all heads together, and one over the keys.
+One norm spans the queries of all heads together, and one the keys.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def config_to_hf(model: ModelConfig) -> dict[str, Any]:
 
 
 def key_table(model: ModelConfig) -> keys.Table:
-    """Llama's names, without norms of what attention and MLP read."""
+    """Llama's names, without norms on the inputs of attention and MLP."""
     projections = (*llama.attention_keys(model), *llama.mlp_keys(model))
     return llama.table(model, *projections, norms=NORMS)
 

@@ -1,6 +1,6 @@
-"""OLMo 3 (arXiv:2512.13961): OLMo 2 with three local layers to a global one.
+"""OLMo 3 (arXiv:2512.13961): OLMo 2 with three local layers per global one.
 
-Of rotary positions those of the global layers alone may be scaled.
+Only the rotary positions of global layers may be scaled.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.families import keys, olmo2
 from rlhf_jax.models.families.options import fields, rotary, windows
 
-BASE = 500_000.0  # of either kind of layer, where a config.json is silent
+BASE = 500_000.0  # default rotary base of both kinds of layers
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """The decoder of an Olmo3 `config.json`.
 
-    Reads `rope_theta` and `rope_scaling`, and the `rope_parameters` of transformers 5,
-    which hold one of each for each kind of layer.
+    Reads `rope_theta` and `rope_scaling`, or the `rope_parameters` of transformers 5,
+    which have base and scaling per kind of layer.
 
     Raises:
       InputError: an option that the decoder does not implement, by name.

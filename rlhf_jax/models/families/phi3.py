@@ -1,4 +1,4 @@
-"""Phi-3 (arXiv:2404.14219): Llama with fused projections and heads rotated in part."""
+"""Phi-3 (arXiv:2404.14219): Llama with fused projections and partial rotary heads."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     scaling = rotary.parameters(config)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind != "default":
-        # "su" and "yarn" are theirs for longrope as well.
+        # Phi-3 configs also call longrope "su" or "yarn".
         long = ", which is longrope" if kind in ("su", "yarn") else ""
         raise InputError(
             f"config.json: expected a rope_type of default in this family, got "
             f"{kind!r}{long}; use a checkpoint of the short context (4k)"
         )
-    # In theirs attention has no bias, whatever an older config says.
+    # transformers' Phi-3 has no attention bias, whatever an older config says.
     options = dict(config) | {
         "rms_norm_eps": fields.option(config, "rms_norm_eps", 1e-5),
         "attention_bias": False,
@@ -42,7 +42,7 @@ def config_to_hf(model: ModelConfig) -> dict[str, Any]:
 
 
 def key_table(model: ModelConfig) -> keys.Table:
-    """Llama's names, but for the fused projections."""
+    """Llama's names, except the fused projections."""
     layer, ours, mlp = "model.layers.{layer}", "layers/attention", "layers/mlp"
     qkv, output = (f"{ours}/query", f"{ours}/key", f"{ours}/value"), f"{ours}/output"
     gate_up, down = (f"{mlp}/gate", f"{mlp}/up"), f"{mlp}/down"

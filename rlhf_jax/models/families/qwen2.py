@@ -1,7 +1,7 @@
 """Qwen 2 and 2.5 (arXiv:2407.10671, arXiv:2412.15115): Llama with biases in attention.
 
-Queries, keys and values have a bias, the output has none; layers from
-`max_window_layers` on are local if `use_sliding_window`.
+Queries, keys and values have a bias, the output has none. With `use_sliding_window`
+layers from `max_window_layers` on are local.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def config_to_hf(model: ModelConfig) -> dict[str, Any]:
 
 
 def with_windows(model: ModelConfig, config: Mapping[str, Any]) -> ModelConfig:
-    """The model with the sliding windows that Qwen's options say."""
+    """The model with the sliding windows of Qwen's options."""
     first = fields.option(config, "max_window_layers", 28)
     return windows.from_hf(
         model,
@@ -49,7 +49,7 @@ def windows_to_hf(model: ModelConfig) -> dict[str, Any]:
     return {
         "use_sliding_window": model.sliding_window is not None,
         "sliding_window": model.sliding_window,
-        # What versions that know no layer_types read.
+        # For versions of transformers without layer_types.
         "max_window_layers": min(local, default=model.num_layers),
         "layer_types": windows.layer_types(model),
     }

@@ -20,7 +20,6 @@ from rlhf_jax.models.families.mixtures import known
 def _gpt2(
     hidden_size: int, num_layers: int, num_heads: int, **others: Any
 ) -> ModelConfig:
-    """The columns of GPT-2's and Pythia's rows below."""
     others = {"vocab_size": 50_257, "max_positions": 1024} | others
     return config.gpt2(
         hidden_size=hidden_size, num_layers=num_layers, num_heads=num_heads, **others
@@ -50,7 +49,6 @@ def _llama(
     norm_eps: float = 1e-5,
     **others: Any,
 ) -> ModelConfig:
-    """The columns of all other rows below."""
     plain = config.llama(
         hidden_size=hidden_size,
         num_layers=num_layers,
@@ -80,7 +78,7 @@ _70B = (8192, 80, 64, 8, 28_672)
 
 
 def _qwen2(*sizes: int, norm_eps: float = 1e-6, **others: Any) -> ModelConfig:
-    """Qwen 2.5, whose windows are switched off."""
+    """Qwen 2.5, which switches its sliding windows off."""
     plain = _llama(*sizes, norm_eps=norm_eps, rope_theta=1e6, **others)
     return dataclasses.replace(plain, family="qwen2", attention_bias=True)
 
@@ -127,7 +125,7 @@ def _gemma_2(*sizes: int, **others: Any) -> ModelConfig:
 
 
 def _gemma_3(*sizes: int, **others: Any) -> ModelConfig:
-    """The language model of a multimodal one, unless it is said otherwise."""
+    """Defaults are those of the language models of multimodal checkpoints."""
     lengths = {"vocab_size": 262_208, "max_positions": 131_072, "window": 1024}
     scaling = {"rope_theta": 1e6, "rope_scaling": RopeScaling("linear", 8.0)}
     return dataclasses.replace(
@@ -181,7 +179,7 @@ def _smollm_3(*sizes: int) -> ModelConfig:
 
 
 def _granite_3_3(*sizes: int, head_dim: int, logit_divisor: float) -> ModelConfig:
-    """Logits of attention are multiplied by 1 / head_dim."""
+    """Attention logits are multiplied by 1 / head_dim."""
     lengths = {"vocab_size": 49_159, "max_positions": 131_072}
     plain = _llama(*sizes, rope_theta=1e7, tied_head=True, head_dim=head_dim, **lengths)
     return dataclasses.replace(
@@ -209,7 +207,7 @@ def _granite_4(
 def _qwen_3_5(
     *sizes: int, value_heads: int = 32, tied_head: bool = False
 ) -> ModelConfig:
-    """Three DeltaNets to a layer of attention, whose heads rotate by a quarter."""
+    """Three DeltaNets per attention layer, which rotates a quarter of every head."""
     plain = _llama(
         *sizes,
         norm_eps=1e-6,

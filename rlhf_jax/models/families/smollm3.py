@@ -11,7 +11,7 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.families import keys, llama
 from rlhf_jax.models.families.options import fields, windows
 
-# Where a config.json is silent, as transformers 4 left out what was a default of all.
+# For options missing from config.json: transformers 4 did not write defaults.
 DEFAULTS = {"rope_theta": 2_000_000.0, "tie_word_embeddings": True}
 
 

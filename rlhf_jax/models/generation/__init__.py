@@ -1,1 +1,1 @@
-"""Tokens drawn from a model: plain batches and continuous batching."""
+"""Sampling from a model: plain batches, continuous batching and episodes."""

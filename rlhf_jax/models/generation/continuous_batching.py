@@ -1,23 +1,23 @@
 """Continuous batching: a waiting prompt takes the place of a finished response.
 
-A step of decoding costs the same whether its rows still go on or have finished, and a
-plain batch runs until its longest response ends. Here waiting prompts take the places
-of finished rows, inside one program:
+A decoding step costs the same whether its rows go on or have finished, and a plain
+batch runs until its longest response ends. Here waiting prompts take the places of
+finished rows, inside one program:
 
     place 0   a a a a c c c c c c e e ·       prompts a to f in two places
     place 1   b b b b b b b d d f f f f
 
 All places write the same column of their caches, which is one slice as in `decode`. The
-columns are a ring: a prompt that comes in takes those just before the next column, and
-a mask says which are the row's own.
+columns are a ring: a prompt that comes in takes the columns just before the next one,
+and a mask says which columns belong to the row.
 
     column    0    1    2    3    4    5     P = 3, R = 4; column 1 comes next
     place 0   r0   ·    ·    p0   p1   p2    r1 is drawn, and will be run in column 1
-    place 1   p2   ·    ·    ·    p0   p1    came in now: so will its r0
+    place 1   p2   ·    ·    ·    p0   p1    just came in: its r0 will be run there too
 
-With `model.cache_pages` a place has no columns of its own. Its keys and values lie in
-pages of a pool that all places share (`page_table.py`): memory follows the tokens that
-are there. A row for which there is no page waits, and draws its token in a later step.
+With `model.cache_pages` a place has no columns of its own. Its keys and values are in
+pages of a pool that all places share (`page_table.py`): memory grows with the tokens
+in use. A row without a free page waits, and draws its token in a later step.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from rlhf_jax.models.generation.sampling import Decoder, Draw
 Array = jax.Array
 Params = Any
 
-SHARE = 8  # prompts come in when one place in so many is free
+SHARE = 8  # prompts come in when an eighth of the places is free
 
 
 def respond(
@@ -69,19 +69,18 @@ def respond(
     """Samples a response to every prompt, `places` rows at a time.
 
     Args:
-      tokens: i32[N, P], prompts, left-padded; those of a group are the same.
+      tokens, mask: i32[N, P] and bool[N, P], left-padded prompts, equal in a group.
       keys: key[N], of the rows, independent of N.
       places: C, from group_size to N.
       group_size: neighbouring rows of the same prompt, which is run once.
-      axis: of a `jax.shard_map`, whose shares all go on until none has too many rows,
-        as devices that exchange something must for every token; None is each by itself.
-        For caches in pages alone.
+      axis: axis of a `shard_map` whose shares must take equal steps (`sampling.run`);
+        None: each by itself. Only for caches in pages.
       record_experts: keep the experts of every token of a mixture.
 
     Returns:
-      Responses[N, R], the samples of a place for every row: each is drawn with keys
-      of its own. Products of other sizes round otherwise, which decides a draw that
-      falls between two tokens (of 512 responses one at most was found to differ).
+      Responses[N, R], equal to those of a plain batch up to rounding, as each row is
+      drawn with its own keys. Products of other sizes round differently, which changes
+      a draw that falls between two tokens (at most one of 512 responses differed).
 
     Raises:
       InputError: fewer places than a group has rows, or more than there are rows.
@@ -107,11 +106,11 @@ def respond(
     decoder = Decoder(params, model, record=record_experts).to_decode(rows=places)
 
     def keys_of(state: Places) -> Array:
-        # An empty place has row N: any key does, as its draw is not kept.
+        # An empty place has row N: any key will do, as its draw is not kept.
         return keys[jnp.minimum(state.row, rows - 1)]
 
     def prepare(tokens: Array, mask: Array, row: Array, column: Array) -> Places:
-        """Runs prompts, in the columns before `column`, and draws a token each."""
+        """Runs prompts in the columns before `column`, and draws a token for each."""
         logits, caches, experts = sampling.read_prompts(
             decoder,
             tokens=tokens,
@@ -138,7 +137,7 @@ def respond(
         return recorded(state, drawn, going=state.alive)
 
     def advance(carry: tuple[Places, Array]) -> tuple[Places, Array]:
-        """Runs the token drawn last, in `column` or its page, and draws the next."""
+        """Runs the token drawn last, in `column` or in its page, and draws the next."""
         state, column = carry
         pages, attend, going = state.pages, state.attend, state.alive
         if pages is not None:
@@ -177,10 +176,10 @@ def respond(
         until: Array | int,
         waiting: Array | None = None,
     ) -> tuple[Places, Array]:
-        """Advances until at most so many responses go on, and those waiting can come.
+        """Advances until at most `until` responses go on, and waiting prompts fit.
 
         Args:
-          waiting: i32[A], tokens of the prompts that come next, below 0 for none.
+          waiting: i32[A], tokens of the prompts that come next; below 0 for none.
         """
 
         def more(carry: tuple[Places, Array]) -> Array:
@@ -199,10 +198,10 @@ def respond(
         carry: tuple[Places, Responses, Array],
         arrival: tuple[Array, Array, Array, Array, Array | None],
     ) -> tuple[tuple[Places, Responses, Array], None]:
-        """Lets prompts in, then decodes until the next ones can come."""
+        """Lets prompts in, then decodes until the next ones can come in."""
         state, done, column = carry
         tokens, mask, row, limit, waiting = arrival
-        # A fixed number of free places: shapes cannot depend on how many have finished.
+        # A fixed number of places: shapes cannot depend on how many have finished.
         [free] = jnp.nonzero(~state.alive, size=arriving, fill_value=places)
         place = jnp.where(row < rows, free, places)
         done = collect(done, state, place=place)
@@ -217,12 +216,12 @@ def respond(
     sizes = (*fewer_places(places), 0)
     row = jnp.arange(turns * arriving, dtype=jnp.int32).reshape(turns, arriving)
     arrivals = (
-        # The last turn may have fewer prompts: what is beyond them is clipped, and
-        # marked by row N below.
+        # The last turn may have fewer prompts: the rest are clipped, and marked by row
+        # N below.
         jnp.take(tokens, row, axis=0, mode="clip"),
         jnp.take(mask, row, axis=0, mode="clip"),
         jnp.minimum(row, rows),
-        # How many may go on when the next prompts come, or when none is left.
+        # How many rows may go on when the next prompts come in, or when none is left.
         jnp.asarray(
             [
                 *(places - min(arriving, rows - n * arriving) for n in range(1, turns)),
@@ -233,7 +232,7 @@ def respond(
         page_table.next_lengths(mask, row) if paged else None,
     )
     state = empty(
-        # Shapes alone: no prompt is run to make the empty places.
+        # Only shapes: no prompt is run to make the empty places.
         jax.eval_shape(prepare, *(leaf[0] for leaf in arrivals[:3]), row[0, 0]),
         places=places,
         rows=rows,
@@ -246,8 +245,8 @@ def respond(
     done = none(rows, max_new_tokens, experts=experts)
     carry = (state, done, jnp.zeros((), jnp.int32))
     (state, done, column), _ = jax.lax.scan(turn, carry, arrivals)
-    # Once no prompt waits, the rows left move into fewer places: a step of 64 rows for
-    # the last 4 would waste most of it.
+    # Once no prompt waits, the remaining rows move into fewer places: a step of 64 rows
+    # for the last 4 would be mostly wasted.
     for size, limit in itertools.pairwise(sizes):
         done = collect(done, state, place=jnp.arange(state.row.shape[0]))
         state = moved(state, size=size, rows=rows, model=model, longest=ring)
@@ -258,10 +257,10 @@ def respond(
 def prompts_at_a_time(
     model: ModelConfig, *, places: int, prompt: int, new: int, group_size: int
 ) -> int:
-    """How many prompts come in at once: `refill_size`, or as many as have pages.
+    """How many prompts come in at once: `refill_size`, or as many as fit the pages.
 
     Raises:
-      InputError: not one group has, with its longest responses.
+      InputError: not even one group fits, with its longest responses.
     """
     size = refill_size(places, group_size=group_size)
     if model.cache_pages is None:
@@ -279,11 +278,11 @@ def prompts_at_a_time(
 def refill_size(places: int, *, group_size: int) -> int:
     """How many prompts come in at once: an eighth of the places, in whole groups.
 
-    Of fewer the matrix products are too small; more leave more places idle before.
+    With fewer, matrix products are too small; with more, places are idle for longer.
     """
     return group_size * max(1, places // SHARE // group_size)
 
 
 def fewer_places(places: int) -> tuple[int, ...]:
-    """How many places are left, one after another, once no prompt waits."""
+    """Successive numbers of places once no prompt waits."""
     return tuple(size for size in (places // 4, places // 16) if size)

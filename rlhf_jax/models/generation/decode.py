@@ -1,15 +1,15 @@
-"""Sampling from a decoder: the prompts once, then a loop over a cache.
+"""Sampling from a decoder: one pass over prompts, then a loop over a cache.
 
 column         0    1    2  |  3    4    5    6      P = 3, max_new_tokens = 4
 tokens         ·   The  cat | sat  down EOS   ·
 response_mask  0    0    0  |  1    1    1    0
 
 `start` runs the prompts and draws column 3 from the logits after column 2. Each turn of
-`finish` runs one token, the last that was drawn, and draws the next column.
+`finish` runs the token drawn last, and draws the next column.
 
-The cache is as wide as the columns so far need: a loop fills one window, then the cache
-moves to the next, twice as wide, and the loop after it goes on. That of a layer with a
-sliding window stops growing there (`caches.py`).
+The cache grows with the columns: one loop fills a width, then the cache moves to twice
+this width, and the next loop goes on. The cache of a local layer stops growing at its
+window (`caches.py`).
 """
 
 from __future__ import annotations
@@ -42,49 +42,47 @@ Params = Any
 
 @flax.struct.dataclass
 class Generated:
-    """Prompts with their responses; see the drawing above."""
+    """Prompts with their responses, as in the module's docstring."""
 
     tokens: Array  # i32[B, S], 0 at padding
     mask: Array  # bool[B, S], not padding
     response_mask: Array  # bool[B, S], response tokens, the stop token included
     logprobs: Array  # f32[B, S], nats, of the distribution each token was drawn from
     entropy: Array  # f32[B, S], nats, of that distribution
-    # i32[B, S, L, k], the experts that a token met, -1 where none is recorded: at
-    # padding, and at the last token of a response, which was not run. None unless asked
-    # for.
+    # i32[B, S, L, k], the experts of each token; -1 at padding, and at the last token
+    # of a response, which is not run. None unless requested.
     experts: Array | None = None
-    top_k: TopK | None = (
-        None  # [B, S, k], 0 outside the response; None unless asked for
-    )
+    # [B, S, k], 0 outside the response; None unless requested.
+    top_k: TopK | None = None
 
 
 @flax.struct.dataclass
 class Decoding:
-    """Responses under way: all that one more token changes, so donate it."""
+    """Responses under way; donate it."""
 
-    generated: Generated  # so far; columns to come are padding
+    generated: Generated  # so far; later columns are padding
     caches: tuple[Caches, ...]  # of every decoder; a mixture has two
-    finished: Array  # bool[B], the row has drawn a stop token
+    finished: Array  # bool[B], True once the row has drawn a stop token
     step: Array  # i32[], response columns written
     prompt_size: int = flax.struct.field(pytree_node=False)  # P, columns
 
 
 def row_keys(key: Array, *, index: Array, sample: Array) -> Array:
-    """One key a row: fold_in(fold_in(key, index), sample).
+    """One key per row: fold_in(fold_in(key, index), sample).
 
-    A prompt's samples then depend on its index and sample number alone, not on the
-    row it stands in, on the batch or on the devices.
+    A prompt's samples then depend only on its index and sample number, not on its row,
+    the batch or the devices.
 
     Args:
       key: key[], of this step.
       index: i32[B], row of the data set.
-      sample: i32[B], which sample of that prompt.
+      sample: i32[B], number of the sample of that prompt.
 
     Returns:
       key[B].
     """
-    # Folded, not split: the i-th of B split keys belongs to a place in the batch, not
-    # to a prompt.
+    # Not split: the i-th of B split keys would belong to a row of the batch, not to a
+    # prompt.
     return jax.vmap(lambda i, s: jax.random.fold_in(jax.random.fold_in(key, i), s))(
         index, sample
     )
@@ -108,25 +106,27 @@ def generate(
 ) -> Generated:
     """Samples a response to every prompt from softmax(logits / temperature).
 
-    `start` and `finish` in one program, where the cache never leaves the loop.
+    Runs `start` and `finish` in one program.
 
     Args:
       tokens, mask: i32[B, P] and bool[B, P], left-padded prompts. The first token of
-        an empty one is drawn uniformly, with log-prob and entropy 0 (`sample_token`).
+        an empty prompt is drawn uniformly, with log-prob and entropy 0
+        (`sample_token`).
       keys: key[B], from `row_keys`; response token t is drawn with
         fold_in(keys[b], t), whatever the prompt's width.
       max_new_tokens: R, the response columns; S = P + R.
-      stop_ids: a row ends with the first of these (which counts as a response token),
-        the loop with the last row. Empty: every response has R tokens.
+      stop_ids: a row ends with the first of these, which is part of the response; the
+        loop ends with the last row. Empty: every response has R tokens.
       temperature: > 0, divides the logits, dimensionless.
-      group_size: G, rows g·G to g·G + G - 1 hold the same prompt, which is run once.
-      continuous_batching: rows that are decoded at a time, so that the others take
-        the places of rows that finish (`continuous_batching.respond`). The samples
-        are the same up to rounding, in less time where their lengths differ and in
-        less memory always. None decodes every row at once. With `model.cache_pages` on
-        a mesh the rows of a `data` share are decoded by themselves (`row_shares`).
+      shaping: for evaluation only; None draws from the policy itself.
+      group_size: G, rows g·G to g·G + G - 1 have the same prompt, which is run once.
+      continuous_batching: rows that are decoded at a time; the others take the places
+        of rows that finish (`continuous_batching.respond`). The samples are the same up
+        to rounding. It takes less memory, and less time if lengths differ. None decodes
+        every row at once. With `model.cache_pages` on a mesh each `data` share decodes
+        its own rows (`row_shares`).
       record_experts: keep the experts of every token of a mixture, for replay.
-      record_top_k: keep so many of the likeliest tokens at each position, and their
+      record_top_k: number of likeliest tokens to keep at each position, with their
         log-probs; None keeps none.
 
     Returns:
@@ -136,7 +136,7 @@ def generate(
       InputError: temperature <= 0, no new tokens, a prompt of no columns, more
         columns than the model has positions, groups that do not divide the rows,
         continuous_batching below a group or above the rows, or `model.cache_pages`
-        without it or below what one row may take.
+        without it or too few for one row.
     """
     draw = Draw(stop_ids, temperature, shaping, model.unused_ids, record_top_k)
     if record_experts and model.experts is None:
@@ -150,7 +150,7 @@ def generate(
             "batching, which keeps no such record; leave one of them out"
         )
     if continuous_batching is not None:
-        # Its places and pages are loaded by the runs that choose them.
+        # Imported only by runs that choose it.
         from rlhf_jax.models.generation.row_shares import respond
 
         refuse(
@@ -207,8 +207,8 @@ def start(
     """Runs the prompts once, fills the caches and draws the first response token.
 
     Args:
-      decoders: whose logits are drawn from, mostly one.
-      tokens, mask, keys, max_new_tokens, group_size: the arguments of `generate`.
+      decoders: usually one; a mixture has two.
+      tokens, mask, keys, max_new_tokens, group_size: as in `generate`.
 
     Returns:
       Decoding with step 1 and room for R columns.
@@ -247,7 +247,7 @@ def start(
             experts = jnp.pad(chosen, room_of, constant_values=OWN)
     state = Decoding(
         generated=Generated(
-            # All columns from the start, as a loop's state has one shape.
+            # All columns from the start, as the state of a loop has one shape.
             tokens=jnp.pad(jnp.where(mask, tokens, 0), room),
             mask=jnp.pad(mask, room),
             response_mask=jnp.zeros((rows, size), bool),
@@ -276,11 +276,11 @@ def finish(
     """Draws the other tokens, one column per turn, until every row has stopped.
 
     Args:
-      state: from `start`. Donate it where this is a program of its own: the loop then
-        writes into that cache.
+      state: from `start`. Donate it if this is a program of its own: the loop then
+        writes into its caches.
     """
     rows, size = state.generated.tokens.shape
-    # Outside the loop: layers are taken apart (and transposed) once.
+    # Outside the loop: layers are taken apart (and transposed) only once.
     ready = [decoder.to_decode(rows=rows) for decoder in decoders]
 
     def more(state: Decoding, width: int) -> Array:
@@ -297,7 +297,7 @@ def finish(
             ),
             # Tokens before the one that runs, without padding.
             positions=so_far.mask.sum(axis=1, dtype=jnp.int32) - 1,
-            # Padding on the left and columns to come are both False.
+            # Left padding and later columns are both False.
             attend=so_far.mask[:, :width],
             column=column,
             draw=draw,
@@ -306,8 +306,8 @@ def finish(
         )
         return recorded(dataclasses.replace(state, caches=caches), drawn)
 
-    # A few loops of doubling width, compiled one by one: attention reads what is
-    # filled, and a response that ends early never pays for R columns.
+    # A few loops of doubling width, compiled one by one: attention reads few empty
+    # columns, and a response that ends early never pays for R columns.
     for width in growing_widths(size, first=state.prompt_size):
         caches = tuple(
             widened(cache, model=decoder.model, columns=width)
@@ -322,20 +322,19 @@ def finish(
 
 
 def recorded(state: Decoding, drawn: Drawn) -> Decoding:
-    """A column more, of the rows that have not finished."""
+    """Records a column of tokens, of the rows that have not finished."""
     alive = ~state.finished
     column = state.prompt_size + state.step
 
     def put(array: Array, values: Array) -> Array:
-        # Rows that have finished still run, with the others; what they draw is not
-        # kept.
+        # Finished rows still run with the others; their tokens are not kept.
         lives = alive.reshape(-1, *(1,) * (values.ndim - 1))
         values = jnp.where(lives, values, jnp.zeros_like(values))[:, None]
         return jax.lax.dynamic_update_slice_in_dim(array, values, column, axis=1)
 
     so_far, experts = state.generated, state.generated.experts
     if experts is not None and drawn.experts is not None:
-        # Of the token before, which was run to draw this one.
+        # The experts are those of the token before, which was run to draw this one.
         kept = jnp.where(alive[:, None, None], drawn.experts, OWN)[:, None]
         experts = jax.lax.dynamic_update_slice_in_dim(experts, kept, column - 1, axis=1)
     return dataclasses.replace(
@@ -349,14 +348,13 @@ def recorded(state: Decoding, drawn: Drawn) -> Decoding:
             experts=experts,
             top_k=jax.tree.map(put, so_far.top_k, drawn.top_k),
         ),
-        # The stop token itself has been recorded: it is part of the response.
+        # The stop token is recorded too: it is part of the response.
         finished=state.finished | drawn.stops,
         step=state.step + 1,
     )
 
 
 def _after(responses: Responses, *, tokens: Array, mask: Array) -> Generated:
-    """Responses behind their prompts."""
     prompt, size = tokens.shape[1], responses.tokens.shape[1]
     room = ((0, 0), (prompt, 0))
     drawn = jnp.arange(size)[None] < responses.lengths[:, None]

@@ -1,4 +1,4 @@
-"""Places of episodes: what stands in them, what arrives, and copies of a prompt."""
+"""Places of episodes: their state, tokens that arrive, and copies of a prompt."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ class Episodes:
     """C places, each with the row of an episode; donate it."""
 
     tokens: Array  # i32[C, W], without padding; no meaning from `length` on
-    sampled: Array  # bool[C, W], drawn here; else prompt or observed
+    sampled: Array  # bool[C, W], True if drawn, False for prompts and observations
     logprobs: Array  # f32[C, W], nats, of the distribution each token was drawn from
     entropy: Array  # f32[C, W], nats, of that distribution
     length: Array  # i32[C], tokens so far
-    cached: Array  # i32[C], columns in the cache; of what was drawn last none is
+    cached: Array  # i32[C], columns in the cache, without the token drawn last
     prompt: Array  # i32[C], tokens of the prompt
     limit: Array  # i32[C], length at which the turn is cut
-    drawing: Array  # bool[C], the turn goes on
+    drawing: Array  # bool[C], True while the turn goes on
     keys: Array  # key[C], of the rows
     caches: Caches  # of every layer, W columns each
 
 
 @flax.struct.dataclass
 class Arrivals:
-    """What A places are to read: N columns at most of each."""
+    """Tokens that A places are to read, at most N in each."""
 
-    place: Array  # i32[A]; C is nowhere
+    place: Array  # i32[A]; C is none
     tokens: Array  # i32[A, N]
-    count: Array  # i32[A], tokens of these
-    begins: Array  # bool[A], a new episode begins with them
-    prompt: Array  # bool[A], they are of its prompt
-    draws: Array  # bool[A], a turn follows; else more columns do
-    turn: Array  # i32[A], most tokens of that turn
+    count: Array  # i32[A], number of tokens
+    begins: Array  # bool[A], True if a new episode begins with them
+    prompt: Array  # bool[A], True if they belong to its prompt
+    draws: Array  # bool[A], True if a turn follows, False if more tokens do
+    turn: Array  # i32[A], most tokens of the turn
     keys: Array  # key[A], of the rows
 
 
@@ -52,8 +52,8 @@ def empty(model: ModelConfig, *, places: int, columns: int, key: Array) -> Episo
     """Places without an episode.
 
     Args:
-      columns: W: of the longest row, and those that `read` takes at a time.
-      key: key[], of any row.
+      columns: W, the columns of the longest row plus those that `read` takes at a time.
+      key: key[], any key.
     """
     shape = (places, model.num_kv_heads, columns, model.head_dim)
     one = jnp.zeros(shape, model.dtype)
@@ -75,20 +75,20 @@ def empty(model: ModelConfig, *, places: int, columns: int, key: Array) -> Episo
         limit=jnp.zeros(places, jnp.int32),
         drawing=jnp.zeros(places, bool),
         keys=jnp.broadcast_to(key, (places,)),
-        caches=jax.tree.map(jnp.array, caches),  # each of its own: they are donated
+        caches=jax.tree.map(jnp.array, caches),  # separate buffers, to be donated
     )
 
 
 def rows(state: Episodes, place: Array) -> Episodes:
-    """Episodes[A] of Episodes[C]: what stands in places i32[A]."""
+    """Episodes[A] of Episodes[C], those in places i32[A]."""
     inside = jnp.minimum(place, state.length.shape[0] - 1)
     return jax.tree.map(lambda leaf: leaf[inside], state)
 
 
 def begun(caches: Caches, begins: Array) -> Caches:
-    """The caches of rows where, at bool[A], a new episode begins.
+    """Resets the caches of rows in which a new episode begins, bool[A].
 
-    Columns are written before they are attended to; a state is blank.
+    Only recurrent states: columns are written before they are attended to.
     """
 
     def blank(leaf: Array) -> Array:
@@ -102,14 +102,14 @@ def begun(caches: Caches, begins: Array) -> Caches:
 
 
 def put(state: Episodes, rows: Episodes, *, place: Array) -> Episodes:
-    """The places with Episodes[A] in those of i32[A]; C is none."""
+    """Puts Episodes[A] into places i32[A]; C is none."""
     return jax.tree.map(
         lambda old, row: old.at[place].set(row, mode="drop"), state, rows
     )
 
 
 def recorded(state: Episodes, drawn: Drawn) -> Episodes:
-    """A token more in every place whose turn goes on."""
+    """Records the token drawn in every place whose turn goes on."""
     columns = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None]
     here = state.drawing[:, None] & (columns == state.length[:, None])
     length = state.length + state.drawing
@@ -122,10 +122,11 @@ def recorded(state: Episodes, drawn: Drawn) -> Episodes:
 
 
 def copied(state: Episodes, *, source: Array, place: Array, keys: Array) -> Episodes:
-    """Copies what some places have read of a prompt to others.
+    """Copies places that have read a prompt to others.
 
     Args:
       source: i32[A], places that have read it.
-      place: i32[A], places that get it; C is none.
+      place: i32[A], places to copy to; C is none.
+      keys: key[A], of the copies.
     """
     return put(state, dataclasses.replace(rows(state, source), keys=keys), place=place)

@@ -1,16 +1,16 @@
-"""Episodes of several turns: places that draw, wait for an answer, and read it.
+"""Episodes of several turns: places that draw, wait for an observation, and read it.
 
     place 0   p p p  a a E  o o  b b E          p: prompt, o: observed, E: a stop token
-    place 1   p p    a a a a a E   . . .        waits for its answer
+    place 1   p p    a a a a a E   . . .        waits for its observation
     column    0 1 2  3 4 5 ...                  of the row itself, without padding
 
-`read` runs what stands in a row and was not drawn, its prompt or an observation, a few
-columns at a time, and draws the first token of a turn behind it. `advance` draws on in
-all places whose turn has not ended. The cache is kept: of an observation only its own
-tokens are run, and the stop token before it.
+`read` runs tokens that were not drawn, a prompt or an observation, a few columns at a
+time, and draws the first token of the turn that follows. `advance` draws in all places
+whose turn goes on. The cache is kept between turns: reading an observation runs only
+its own tokens and the stop token before it.
 
 Every row has its own columns, and all shapes are fixed. So the numbers of a row depend
-on its own tokens and key, and not on when an answer came or who stood beside it.
+on its own tokens and key, not on the time of an observation or on other rows.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ def read(
     temperature: float,
     shaping: Shaping | None = None,
 ) -> Episodes:
-    """The places with those columns read, and a token drawn behind them where asked.
+    """Reads the tokens that arrive, and draws the first token of turns that follow.
 
     Args:
       arrivals: Arrivals[A], for places whose turn has ended, or that are free.
-      layers: of `cached_decoder.layers_to_decode` for C rows, once per rollout.
-      stop_ids: tokens that end a turn, themselves kept.
+      layers: from `cached_decoder.layers_to_decode` for C rows, once per rollout.
+      stop_ids: tokens that end a turn, and are kept.
 
     Returns:
-      Episodes[C]. Places that nothing arrives in are as they were.
+      Episodes[C]. Other places are unchanged.
     """
     place, size = arrivals.place, arrivals.tokens.shape[1]
     of = episode_places.rows(state, place)
@@ -62,7 +62,7 @@ def read(
     length = start + arrivals.count
     blank = arrivals.begins[:, None]
     tokens = _written(of.tokens, arrivals.tokens, start)
-    # One more than arrives: the token drawn last has not been run.
+    # One more column than arrives: the token drawn last has not been run.
     at = cached[:, None] + jnp.arange(size + 1, dtype=jnp.int32)[None]
     hidden, caches, _ = cached_decoder.decode_step(
         params,
@@ -117,17 +117,17 @@ def advance(
     shaping: Shaping | None = None,
     axis: str | None = None,
 ) -> Episodes:
-    """Draws on until at most so many turns go on, or for so many tokens.
+    """Draws until at most `until` turns go on, or for `steps` tokens.
 
     Args:
-      until: i32[], turns that go on.
-      steps: i32[], tokens.
-      axis: of a `shard_map`, along which all go on until none has too many turns, as
-        devices that exchange something must for every token; None is each by itself.
+      until: i32[], number of turns.
+      steps: i32[], tokens of a row.
+      axis: axis of a `shard_map` whose devices must take equal steps (`sampling.run`);
+        None: each by itself.
 
     Returns:
-      Episodes[C]. Of a place that draws nothing, all but the last column of its cache
-      is as it was.
+      Episodes[C]. A place that draws nothing is unchanged, except for the last column
+      of its cache.
     """
     draw = Draw(stop_ids, temperature, shaping, model.unused_ids)
     decoder = Decoder(params, model, tuple(layers))
@@ -139,8 +139,8 @@ def advance(
 
     def one_more(carry: tuple[Episodes, Array]) -> tuple[Episodes, Array]:
         state, step = carry
-        # What was drawn last. A place that draws nothing writes where none attends: in
-        # its own columns this step would round otherwise than `read`, which ran them.
+        # The column of the token drawn last. A place that draws nothing writes to a
+        # column that nothing attends to: this step would round differently from `read`.
         column = jnp.where(state.drawing, state.length - 1, columns - 1)
         drawn, [caches] = sampling.step(
             [decoder],
@@ -163,7 +163,7 @@ def advance(
 
 
 def _seen(at: Array, length: Array, *, columns: int, model: ModelConfig) -> Seen:
-    """What columns i32[B, N] see, of W in rows of so many tokens, i32[B]."""
+    """What columns i32[B, N] see, in rows of W columns with i32[B] tokens."""
     column = jnp.arange(columns, dtype=jnp.int32)[None, None]
     everything = window = column <= at[:, :, None]
     if model.sliding_window is not None:
@@ -174,14 +174,14 @@ def _seen(at: Array, length: Array, *, columns: int, model: ModelConfig) -> Seen
 
 
 def _slice(array: Array, start: Array, *, size: int) -> Array:
-    """[B, size] of [B, W], from a column of each row on."""
+    """[B, size] of [B, W], from column i32[B] of each row."""
     return jax.vmap(lambda row, first: jax.lax.dynamic_slice_in_dim(row, first, size))(
         array, start
     )
 
 
 def _written(array: Array, new: Array, start: Array) -> Array:
-    """[B, W] with [B, N] from a column of each row on."""
+    """Writes [B, N] into [B, W] from column i32[B] of each row."""
     return jax.vmap(jax.lax.dynamic_update_slice_in_dim, in_axes=(0, 0, 0, None))(
         array, new.astype(array.dtype), start, 0
     )

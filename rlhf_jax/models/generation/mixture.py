@@ -2,8 +2,8 @@
 
     π^mix(token | before) ∝ π(token | before)^(1 - m) · μ(token | before)^m
 
-Both run in one loop, each against a cache of its own. The mixture is of each token's
-distribution: that of whole responses has no such form.
+Both run in one loop, each with its own cache. The mixture is of the distributions of
+single tokens; that of whole responses does not factorise over tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def generate(
 
     Args:
       policy: π, parameters and shape.
-      other: μ, of the same vocabulary; its width and depth may be others.
+      other: μ, with the same vocabulary; width and depth may differ.
       share: m, the weight of μ's log-probs, between 0 and 1.
       tokens, mask: i32[B, P] and bool[B, P], left-padded prompts of at least one token.
       keys: key[B], from `decode.row_keys`.
@@ -46,7 +46,7 @@ def generate(
 
     Raises:
       InputError: share is not between 0 and 1, the vocabularies differ, or as
-        `decode.generate` of either.
+        `decode.generate` for either model.
 
     Source: Munos et al. 2023, arXiv:2312.00886, sections 6 and 7.
     """

@@ -1,20 +1,18 @@
-"""Which pages of a pool are whose: granted as rows grow, free again when a row ends.
+"""The owners of pages: pages are granted as rows grow, and freed when a row ends.
 
-No row may wait for ever. Let a row hold h pages and take at most r more, were it to
-draw its longest response, and let f pages be free. The rows are kept *safe*: in the
-order of r, the smallest first, each can have all that it may take once the rows before
-it have ended,
+No row may wait for ever. Let a row hold h pages and need at most r more for its longest
+response, and let f pages be free. The rows are kept *safe*: in increasing order of r,
+each row can have all pages that it may need once the rows before it have ended,
 
     f + Σ_{before i} h_j - r_i >= 0   for every row i.
 
-A page goes to a row, and a prompt comes in, only if the rows are safe afterwards. The
-first row of a safe order always gets its page, so that it goes on until it ends, frees
-its pages and leaves the others safe: some row always goes on, and every response comes
-to its end. A row that does not get its page keeps what it has and is not run.
+A row gets a page, and a prompt comes in, only if the rows are safe afterwards. The
+first row of a safe order always gets its page. So it runs until it ends, frees its
+pages and leaves the others safe: some row always runs, and every response ends. A row
+that does not get its page keeps the pages that it has and is not run.
 
 This is the banker's algorithm for one resource (Dijkstra 1965, EWD 123), where the
-claim of a row is its longest response. Its safe order, if there is one, can always be
-that of r.
+claim of a row is its longest response. If a safe order exists, that of r is safe.
 """
 
 from __future__ import annotations
@@ -37,15 +35,15 @@ class PageTable:
     """Pages of B places."""
 
     table: Array  # i32[B, J], pages of a place in the order of its tokens; N is none
-    owner: Array  # i32[N], the place of a page; B where it is free
-    number: Array  # i32[N], which of its place's pages it is, from 0
-    tokens: Array  # i32[B], in the pages of a place
-    most: Array  # i32[B], pages of its longest response; 0 where none goes on
+    owner: Array  # i32[N], the place of a page; B if it is free
+    number: Array  # i32[N], index of a page among those of its place, from 0
+    tokens: Array  # i32[B], tokens in the pages of a place
+    most: Array  # i32[B], pages of a place's longest response; 0 if it is idle
     size: int = flax.struct.field(pytree_node=False)  # C, columns of a page
 
     @property
     def held(self) -> Array:
-        """i32[B], pages of each place."""
+        """i32[B], number of pages of each place."""
         return (self.table < self.owner.shape[0]).sum(axis=1, dtype=jnp.int32)
 
 
@@ -60,16 +58,16 @@ def arrivals_at_most(
     """How many prompts can come in at once, whatever their lengths, in whole groups.
 
     With no row at work all N = `pages` are free, and A prompts of p pages are safe if
-    N >= J + (A - 1)·p, where J is the pages of a longest response with its prompt.
+    N >= J + (A - 1)·p, with J pages for a prompt and its longest response.
 
     Args:
-      shares: how many such pools there are, for the error.
+      shares: number of such pools, for the error message.
 
     Returns:
       A, a multiple of group_size.
 
     Raises:
-      InputError: not even one group can.
+      InputError: there are too few pages for one group.
     """
     longest = pages_of(prompt + new - 1, size=size)  # the last token is never run
     one = pages_of(prompt, size=size)
@@ -101,11 +99,11 @@ def empty(*, places: int, pages: int, size: int, longest: int) -> PageTable:
 
 
 def safe(*, held: Array, more: Array, pages: Array | int) -> Array:
-    """bool[]: the rows can all come to their end, one after another.
+    """bool[], True if all rows can run to their end, one after another.
 
     Args:
       held: i32[B], h.
-      more: i32[B], r, what a row may take beyond that. Both are 0 where there is none.
+      more: i32[B], r. Both are 0 in idle places.
     """
     slack = _slack(held=held, more=more, pages=pages, before=_before(more))
     return (slack >= 0).all()
@@ -128,15 +126,14 @@ def grant(table: PageTable, *, alive: Array) -> tuple[PageTable, Array]:
     more = table.most - held
     before = _before(more)
     slack = _slack(held=held, more=more, pages=pages, before=before)
-    # A page for row k takes one from what is left for every row before it, and from no
-    # other's: row i allows as many, to rows after it, as its slack.
+    # A page for row k takes one from the slack of every row before it, and of no other
+    # row: row i allows as many pages to the rows after it as its slack.
     rank = wants + (before & wants[:, None]).sum(axis=0, dtype=jnp.int32)
     allowed = jnp.where(before, (slack + rank)[:, None], pages + places).min(axis=0)
     granted = wants & (rank <= allowed)
-    # The k-th row to get a page gets the k-th that is free.
+    # The k-th row that is granted a page gets the k-th free page. Both counts increase
+    # by one at each row and page, so that searching matches them without a loop.
     free = table.owner == places
-    # Both counts rise by one at each row and page: the k-th of one finds the k-th of
-    # the other without a loop.
     nth_row, nth_page = (jnp.cumsum(x, dtype=jnp.int32) for x in (granted, free))
     page = _first(nth_page, nth_row)
     row = _first(nth_row, nth_page)
@@ -156,7 +153,8 @@ def view(table: PageTable, *, going: Array) -> Pages:
     """The pages as attention reads them, for the next token of every row.
 
     Args:
-      table: with a column for that token where a row is going.
+      table: has a column for the next token of every row that is going.
+      going: bool[B], rows whose next token is run.
     """
     pages, places = table.owner.shape[0], going.shape[0]
     last = jnp.minimum(table.tokens // table.size, table.table.shape[1] - 1)
@@ -174,13 +172,14 @@ def view(table: PageTable, *, going: Array) -> Pages:
 
 
 def advanced(table: PageTable, *, going: Array, alive: Array) -> PageTable:
-    """The table after a token of every row that is going; rows that ended free theirs.
+    """The table after one step; rows that ended free their pages.
 
     Args:
       going: bool[B], rows whose token was run.
+      alive: bool[B], rows that have not ended.
     """
     pages, places = table.owner.shape[0], alive.shape[0]
-    # A free page has the owner B: the entry appended says that nobody keeps it.
+    # A free page has the owner B: the appended entry says that it stays free.
     kept = jnp.append(alive, False)[table.owner]
     return dataclasses.replace(
         table,
@@ -192,27 +191,27 @@ def advanced(table: PageTable, *, going: Array, alive: Array) -> PageTable:
 
 
 def admissible(table: PageTable, *, lengths: Array, new: int) -> Array:
-    """bool[]: prompts of those lengths can come in.
+    """bool[], True if prompts of these lengths can come in.
 
     Args:
-      lengths: i32[A], tokens of each prompt; below 0 there is none.
+      lengths: i32[A], tokens of each prompt; below 0 for none.
     """
     taken, most = claim(lengths, size=table.size, new=new)
-    # As if they had come in already: safe then means that they may.
+    # Checks whether the rows are safe after they have come in.
     held = jnp.concatenate([table.held, taken])
     more = jnp.concatenate([table.most, most]) - held
     return safe(held=held, more=more, pages=table.owner.shape[0])
 
 
 def next_lengths(mask: Array, row: Array) -> Array:
-    """i32[T, A]: tokens of the prompts that come in after those of a turn.
+    """Lengths of the prompts that come in one turn later.
 
     Args:
       mask: bool[N, P], of all prompts.
-      row: i32[T, A], those that come in each turn; N or more for none.
+      row: i32[T, A], prompts that come in each turn; N or more for none.
 
     Returns:
-      Their lengths a turn later, -1 where there is no prompt.
+      i32[T, A], tokens; -1 for no prompt.
     """
     rows = mask.shape[0]
     lengths = mask.sum(axis=1, dtype=jnp.int32)
@@ -221,10 +220,10 @@ def next_lengths(mask: Array, row: Array) -> Array:
 
 
 def claim(lengths: Array, *, size: int, new: int) -> tuple[Array, Array]:
-    """i32[A] each: pages of prompts, and of their longest responses with them.
+    """i32[A] each: pages of prompts, and of prompts with their longest responses.
 
     Args:
-      lengths: i32[A], tokens of each prompt; below 0 there is none, of 0 pages.
+      lengths: i32[A], tokens of each prompt; below 0 for none, which has 0 pages.
     """
     taken = pages_of(jnp.maximum(lengths, 0), size=size)
     most = pages_of(lengths + new - 1, size=size)  # the last token is never run
@@ -237,12 +236,12 @@ def admit(
     """Gives prompts their pages.
 
     Args:
-      table: with rooms for them (`admissible`), as their places were left.
-      place: i32[A], of each prompt, all different; B where there is none.
-      lengths: i32[A], tokens of each; below 0 where there is none.
+      table: has pages for them (`admissible`); their places are idle.
+      place: i32[A], place of each prompt, all different; B for none.
+      lengths: i32[A], tokens of each prompt; below 0 for none.
 
     Returns:
-      The table, and i32[A, J]: the pages of each prompt, N where it has none.
+      The table, and i32[A, J], the pages of each prompt; N for none.
     """
     pages, places = table.owner.shape[0], table.tokens.shape[0]
     taken, most = claim(lengths, size=table.size, new=new)
@@ -273,18 +272,20 @@ def admit(
 def moved(
     table: PageTable, *, alive: Array, places: int, pages: int
 ) -> tuple[PageTable, Array]:
-    """The table of the rows that go on, whose pages lie side by side now.
+    """Moves the rows that go on into fewer places, and their pages side by side.
 
     Args:
-      pages: N', as many as they hold or more, up to N.
+      alive: bool[B], rows that go on.
+      places: B', at least their number.
+      pages: N', from the number of their pages to N.
 
     Returns:
-      Table of B' places and N' pages, and i32[N']: which page each was; N for none.
+      Table of B' places and N' pages, and i32[N'], the old page of each; N for none.
     """
-    nobody, before = alive.shape[0], table.owner.shape[0]
+    old_places, old_pages = alive.shape[0], table.owner.shape[0]
     count = jnp.cumsum(alive, dtype=jnp.int32)
     going = _first(count, jnp.arange(1, places + 1, dtype=jnp.int32))
-    used = jnp.cumsum(table.owner < nobody, dtype=jnp.int32)
+    used = jnp.cumsum(table.owner < old_places, dtype=jnp.int32)
     nth = jnp.arange(1, pages + 1, dtype=jnp.int32)
     source = _first(used, nth)  # N beyond those that are used
 
@@ -294,8 +295,8 @@ def moved(
     return (
         dataclasses.replace(
             table,
-            table=of(used - 1, of(table.table, going, before), pages),
-            owner=of(count - 1, of(table.owner, source, nobody), places),
+            table=of(used - 1, of(table.table, going, old_pages), pages),
+            owner=of(count - 1, of(table.owner, source, old_places), places),
             number=of(table.number, source, 0),
             tokens=of(table.tokens, going, 0),
             most=of(table.most, going, 0),
@@ -305,19 +306,19 @@ def moved(
 
 
 def _before(more: Array) -> Array:
-    """bool[B, B]: row i stands before row k; of equal r the first place does."""
+    """bool[B, B]: row i comes before row k in the order of r, then of places."""
     row = jnp.arange(more.shape[0])
     tie = row[:, None] < row[None]
     return (more[:, None] < more[None]) | ((more[:, None] == more[None]) & tie)
 
 
 def _slack(*, held: Array, more: Array, pages: Array | int, before: Array) -> Array:
-    """i32[B]: pages left when a row has all that it may take, those before it none."""
+    """i32[B]: pages left if row i takes r_i more and the rows before it have ended."""
     freed = before * held[:, None]
     return pages - held.sum() + freed.sum(axis=0, dtype=jnp.int32) - more
 
 
 def _first(counted: Array, number: Array) -> Array:
-    """The first index where a running count is `number`; its length where none is."""
+    """The first index at which a running count reaches `number`; its length if none."""
     index = jnp.searchsorted(counted, number, side="left", method="compare_all")
     return index.astype(jnp.int32)

@@ -1,9 +1,9 @@
 """Keys and values of continuous batching in pages: made, filled from prompts, moved.
 
-A layer that sees all columns of a row has a pool, [N, K, C, head_dim] of keys and of
-values; `page_table.py` says which page is whose, the same in all these layers. A local
-layer whose window is shorter than the longest row keeps one ring per place, as wide as
-the window, [B, K, window, head_dim]. Padding of prompts is kept by neither.
+A layer that sees all columns of a row has pools of keys and of values,
+[N, K, C, head_dim]; `page_table.py` says who owns a page, the same in all these layers.
+A local layer whose window is shorter than the longest row keeps one ring per place, as
+wide as the window, [B, K, window, head_dim]. Neither keeps the padding of prompts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Array = jax.Array
 
 
 def in_pages(model: ModelConfig, layer: int, *, longest: int) -> bool:
-    """Whether a layer has pages, for rows of up to `longest` tokens; else a ring."""
+    """Whether a layer uses pages, for rows of up to `longest` tokens; else a ring."""
     window = model.sliding_window
     if model.is_recurrent(layer):
         return False
@@ -41,7 +41,7 @@ def in_pages(model: ModelConfig, layer: int, *, longest: int) -> bool:
 
 
 def check(model: ModelConfig, *, longest: int) -> None:
-    """Raises InputError where pages would save nothing, or cannot be."""
+    """Raises InputError if pages would save nothing, or the mesh rules them out."""
     refuse(_faults(model, longest=longest))
 
 
@@ -67,7 +67,7 @@ def _faults(model: ModelConfig, *, longest: int) -> Iterator[str]:
 
 
 def empty(model: ModelConfig, *, places: int, pages: int, longest: int) -> Caches:
-    """Caches of no tokens: of B places, and of N pages."""
+    """Empty caches, for B places and N pages."""
 
     def zeros(layer: int) -> Columns:
         count, columns = places, model.sliding_window
@@ -99,10 +99,11 @@ def filled(
     page: Array,
     place: Array,
 ) -> Caches:
-    """The caches with those of prompts that come in.
+    """Writes the keys and values of prompts that come in into the caches.
 
     Args:
       prompts: of every layer, [A, K, P, head_dim] each, left-padded.
+      lengths: i32[A], tokens of each prompt.
       page: i32[A, J], their pages in the order of their tokens; N is none.
       place: i32[A], their places; B is none.
     """
@@ -110,7 +111,7 @@ def filled(
     columns = next(kept[0].shape[2] for kept in prompts if isinstance(kept, tuple))
     slots = pages_of(columns, size=size)
     pad = (columns - lengths)[:, None]
-    # Left padding is skipped: token i of a row goes to column i of its pages.
+    # Skips left padding: token i of a row goes to column i of its pages.
     in_order = pad + jnp.arange(slots * size, dtype=jnp.int32)[None]
 
     def one(pool: Columns, prompt: Columns, layer: int) -> Columns:
@@ -125,7 +126,7 @@ def filled(
         else:
             last = lengths[:, None] - 1
             column = jnp.arange(window, dtype=jnp.int32)[None]
-            # The newest token whose number is the ring's place, modulo the window.
+            # The newest token whose number is the ring's column, modulo the window.
             token = last - (last - column) % window
 
             def put(all_: Array, new: Array) -> Array:
@@ -146,7 +147,7 @@ def filled(
 
 
 def seen(pages: PageTable, *, model: ModelConfig, longest: int, going: Array) -> Seen:
-    """What the next token of every row sees, and where it is written."""
+    """The columns that the next token of every row sees, and where it is written."""
     everything = page_table.view(pages, going=going)
     window, size = everything, model.sliding_window
     if size is not None and size < longest:
@@ -160,11 +161,11 @@ def seen(pages: PageTable, *, model: ModelConfig, longest: int, going: Array) ->
 def moved(
     caches: Caches, *, model: ModelConfig, longest: int, page: Array, place: Array
 ) -> Caches:
-    """The caches of some pages and places.
+    """Moves caches to other pages and places.
 
     Args:
-      page: i32[N'], which page each was; N for none.
-      place: i32[B'], which place each was.
+      page: i32[N'], the old page of each; N for none.
+      place: i32[B'], the old place of each.
     """
     layers = []
     for layer, cache in enumerate(caches):
@@ -178,7 +179,7 @@ def moved(
 
 
 def _columns(array: Array, column: Array) -> Array:
-    """[A, K, W, ...] of [A, K, P, ...]: columns i32[A, W] of each row, the nearest."""
+    """Takes columns i32[A, W] of [A, K, P, ...], clipped to the nearest one."""
     column = jnp.clip(column, 0, array.shape[2] - 1)[:, None]
     if array.ndim == 4:
         column = column[..., None]

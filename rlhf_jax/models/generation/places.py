@@ -1,4 +1,4 @@
-"""Places of continuous batching: responses under way, coming in, moving, collected."""
+"""Places of continuous batching: responses come in, are drawn, move, are collected."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ Array = jax.Array
 
 @flax.struct.dataclass
 class Responses:
-    """What was drawn, from the response's first column on; 0 after its end."""
+    """Responses from their first column on; 0 after their end."""
 
     tokens: Array  # i32[N, R]
     logprobs: Array  # f32[N, R], nats
     entropy: Array  # f32[N, R], nats
     lengths: Array  # i32[N], tokens of each response, the stop token included
-    # i32[N, P + R, L, k], of the prompt's columns too, as `decode.Generated` has them.
+    # i32[N, P + R, L, k], also of the prompt's columns, as in `decode.Generated`.
     experts: Array | None = None
 
 
 @flax.struct.dataclass
 class Places:
-    """C places: responses under way, or finished where no prompt has come in since."""
+    """C places, with responses under way, or finished and not yet replaced."""
 
     responses: Responses  # [C, R], so far
-    row: Array  # i32[C], which of the N prompts the response is to; N before the first
-    alive: Array  # bool[C], it goes on
-    attend: Array | None  # bool[C, W], columns of the ring that are the row's own
-    caches: Caches  # of every layer, W columns where it sees all
-    pages: PageTable | None = None  # whose the pages of the caches are; else rings
+    row: Array  # i32[C], number of the response's prompt; N before the first one
+    alive: Array  # bool[C], True while the response goes on
+    attend: Array | None  # bool[C, W], columns of the ring that belong to the row
+    caches: Caches  # of every layer; W columns, or at most the window
+    pages: PageTable | None = None  # owners of the caches' pages; None: rings
 
 
 def none(rows: int, size: int, *, experts: Array | None = None) -> Responses:
-    """Responses of no tokens.
+    """Empty responses.
 
     Args:
-      experts: i32[rows, P, L, k], of their prompts; None records none.
+      experts: i32[rows, P, L, k], of their prompts; None records no experts.
     """
     if experts is not None:
         room = ((0, 0), (0, size), (0, 0), (0, 0))
@@ -64,7 +64,7 @@ def none(rows: int, size: int, *, experts: Array | None = None) -> Responses:
 def empty(
     shapes: Places, *, places: int, rows: int, model: ModelConfig, longest: int
 ) -> Places:
-    """Places that are free, like those of `shapes` but for their number."""
+    """`places` free places, shaped like those of `shapes`."""
     if model.cache_pages is not None:
         shapes = dataclasses.replace(shapes, caches=())
     state = jax.tree.map(
@@ -86,12 +86,12 @@ def empty(
 
 
 def recorded(state: Places, drawn: Drawn, *, going: Array) -> Places:
-    """A token more of every response of bool[C] that is going."""
+    """Records the token drawn in every place that is going, bool[C]."""
     lengths, size = state.responses.lengths, state.responses.tokens.shape[1]
     here = going[:, None] & (jnp.arange(size)[None] == lengths[:, None])
     experts = state.responses.experts
     if experts is not None and drawn.experts is not None:
-        # Of the token before, which was run to draw this one.
+        # The experts are those of the token before, which was run to draw this one.
         ran = jnp.where(going, experts.shape[1] - size + lengths - 1, experts.shape[1])
         experts = jax.vmap(lambda old, at, new: old.at[at].set(new, mode="drop"))(
             experts, ran, drawn.experts
@@ -101,7 +101,7 @@ def recorded(state: Places, drawn: Drawn, *, going: Array) -> Places:
     return dataclasses.replace(
         state,
         responses=dataclasses.replace(responses, lengths=lengths, experts=experts),
-        # Ended by a stop token, or by its last column.
+        # A response ends with a stop token, or in its last column.
         alive=state.alive & ~(drawn.stops & going) & (lengths < size),
     )
 
@@ -115,16 +115,17 @@ def come_in(
     model: ModelConfig,
     longest: int,
 ) -> Places:
-    """The places with prompts in some of them.
+    """Puts prompts into free places.
 
     Args:
-      state: with pages for those prompts (`page_table.admissible`).
-      arrived: [A], with caches as `continuous_batching` has them, or as they came.
-      place: i32[A], where each goes; C for a prompt that is none.
+      state: has pages for these prompts (`page_table.admissible`).
+      arrived: [A], prompts with their caches, not in pages.
+      place: i32[A], the place of each; C is none.
+      mask: bool[A, P], tokens of the prompts.
     """
 
     def put(old: Places, new: Places) -> Places:
-        # Place C is out of bounds, and its update is dropped: a prompt that is none.
+        # Place C is out of bounds, so that its update is dropped.
         return jax.tree.map(
             lambda old, new: old.at[place].set(new, mode="drop"), old, new
         )
@@ -161,8 +162,8 @@ def come_in(
 def moved(
     state: Places, *, size: int, rows: int, model: ModelConfig, longest: int
 ) -> Places:
-    """The responses that go on, at most `size`, in as many places."""
-    [going] = jnp.nonzero(state.alive, size=size)  # beyond them 0, which is a copy
+    """Moves the responses that go on, at most `size`, into `size` places."""
+    [going] = jnp.nonzero(state.alive, size=size)  # filled up with copies of place 0
     kept = jnp.arange(size) < state.alive.sum()
     pages, caches = state.pages, state.caches
     if pages is not None:
@@ -185,7 +186,7 @@ def moved(
 
 
 def collect(done: Responses, state: Places, *, place: Array) -> Responses:
-    """`done` with the responses at those places."""
+    """Writes the responses in some places into `done`."""
     nowhere = done.lengths.shape[0]
     row = state.row.at[place].get(mode="fill", fill_value=nowhere)
     return jax.tree.map(

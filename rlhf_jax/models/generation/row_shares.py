@@ -1,16 +1,15 @@
-"""Continuous batching by itself on each share of the rows, where a mesh has several.
+"""Continuous batching on a mesh: each share of the rows runs by itself.
 
     data=2, tensor=2       rows 0 to 3           rows 4 to 7
     devices 0 and 1        pool of N/2 pages
     devices 2 and 3                              pool of N/2 pages
 
-A page has one owner, and any row may have any page. So the devices of a share have a
-pool, places and a queue of their own. A share of one device asks nothing of the others,
-and waits for them at the end.
+Any row of a pool may own any page. So the devices of a share have their own pool,
+places and queue. A share of one device needs no other until the end.
 
-The axes within a share, as `tensor`, share heads and vocabulary as everywhere. XLA may
-then make one operation of what the devices of all shares exchange. So all shares make
-every step together, and draw on while one of them waits for room.
+The axes within a share, such as `tensor`, share heads and vocabulary as everywhere. XLA
+may merge the exchanges of all shares into one operation. So all shares take every step
+together, and go on drawing while one of them waits for free places.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from rlhf_jax.models.generation.sampling import Draw
 Array = jax.Array
 Params = Any
 
-AXIS = "data"  # of a mesh: its devices have all weights, and rows of their own
+AXIS = "data"  # mesh axis whose devices have all weights, and their own rows
 
 
 def respond(
@@ -50,15 +49,15 @@ def respond(
 ) -> Responses:
     """`continuous_batching.respond`, on a mesh with a pool of pages for every share.
 
-    `places` and `model.cache_pages` are those of all shares together. Samples are those
-    of one pool: a draw depends on its row's key alone.
+    `places` and `model.cache_pages` count all shares together. Samples equal those of
+    one pool, as a draw depends only on its row's key.
 
     Raises:
       InputError: as `check_shares`, or as `continuous_batching.respond`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     shares, pages = dict(mesh.shape).get(AXIS, 1), model.cache_pages
-    # An exchange may be one operation of all shares, which would wait for it.
+    # XLA may merge the exchanges of all shares, which then must take equal steps.
     together = AXIS if mesh.size > shares else None
     own = functools.partial(
         continuous_batching.respond,
@@ -75,7 +74,7 @@ def respond(
     rows, prompt = tokens.shape
     check_shares(shares, rows=rows, places=places, pages=pages, group_size=group_size)
     model = dataclasses.replace(model, cache_pages=pages // shares)
-    page_table.arrivals_at_most(  # refuses too few, of all shares together
+    page_table.arrivals_at_most(  # raises if all shares together have too few
         pages // shares,
         size=model.page_size,
         prompt=prompt,
@@ -110,11 +109,11 @@ def respond(
 def check_shares(
     shares: int, *, rows: int, places: int, pages: int, group_size: int
 ) -> None:
-    """Checks that shares of the rows can have places and pages of their own.
+    """Checks that the shares can have their own rows, places and pages.
 
     Raises:
-      InputError: `shares` does not divide one of them, or a group has fewer places
-        than rows in a share.
+      InputError: `shares` does not divide one of them, or a share has fewer places than
+        a group has rows.
     """
     refuse(_faults(shares, rows=rows, places=places, pages=pages, group=group_size))
 

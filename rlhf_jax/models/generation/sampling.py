@@ -1,11 +1,11 @@
-"""One token from logits, and the loop that runs it and draws the next.
+"""Draws one token from logits, and the loop that runs it and draws the next.
 
     decode.py            plain batch, mixture    all rows write the same column
     places.py            continuous batching     a ring of columns, or pages
-    episode_places.py    episodes                columns of each row's own
+    episode_places.py    episodes                each row has its own columns
 
-Every way to decode is `run` with a `step`. The ways differ in where the tokens of a row
-stand, and in what is kept of them: a record with a function `recorded` beside it.
+Every way to decode is `run` with a `step`. They differ in where the tokens of a row
+are, and in the record that is kept of them, with a function `recorded` beside it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from rlhf_jax.models.layers import unstack
 
 Array = jax.Array
 
-BLOCK = 256  # tokens of the vocabulary that `drawn` adds up at a time
-_BELOW_ONE = 1 - 2.0**-24  # the largest share of a total that is not all of it
+BLOCK = 256  # tokens of the vocabulary that `drawn` sums at a time
+_BELOW_ONE = 1 - 2.0**-24  # the largest f32 below 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Shaping:
     """How an *evaluation* sample departs from the policy; None is off.
 
-    Training rollouts use none of these: with them the sampled distribution would no
-    longer be the one whose KL to the reference is penalised.
+    Training rollouts use none of these: the sampled distribution would no longer be the
+    one whose KL to the reference is penalised.
     """
 
     greedy: bool = False  # the most likely token, whatever the key
@@ -69,31 +69,30 @@ def sample_token(
 ) -> tuple[Array, Array, Array]:
     """Draws one token per row by the inverse of the cumulative distribution.
 
-    A uniform number has 23 bits: tokens of a probability below 1e-7 come as often
-    together as they should, but not each of them. `drawn` says which never come.
+    A uniform number has 23 bits: tokens of a probability below 1e-7 are drawn at the
+    right rate together, but not each of them. `drawn` says which are never drawn.
 
     Args:
-      logits: floats[B, V] of any precision; taken to float32.
+      logits: floats[B, V] of any precision; converted to float32.
       keys: key[B], each used for one uniform number.
       temperature: > 0, divides the logits, dimensionless.
       shaping: for evaluation only; None draws from the policy itself.
-      predicted: bool[B], rows in which a token stands before the one to draw; None is
-        every row. Nothing predicts the first token of an empty prompt: it is drawn
-        uniformly, and its log-probability is 0, as `policy.logprobs` has it.
-      unused: ranges of ids that no token has (`ModelConfig.unused_ids`), which are at
-        -inf in `logits`: that uniform draw leaves them out too.
+      predicted: bool[B], rows with a token before the one to draw; None is every row.
+        Nothing predicts the first token of an empty prompt: it is drawn uniformly, and
+        its log-probability is 0, as in `policy.logprobs`.
+      unused: ranges of ids without a token (`ModelConfig.unused_ids`), which are -inf
+        in `logits`; the uniform draw leaves them out too.
 
     Returns:
       token i32[B], its log-probability f32[B] and the entropy f32[B], nats, of the
       distribution drawn from: softmax(logits / temperature), or its shaped form. A
-      greedy choice draws nothing; log-probability and entropy are what they would be
-      had it been drawn.
+      greedy choice has the log-probability and entropy that a draw would have.
     """
     if predicted is not None:
         predicted = axes.rows_apart(predicted)
         logits = jnp.where(predicted[:, None], logits, 0.0)
         logits = unused_ids.masked(logits, unused)
-    # As `logprobs` does it: log-probs of sampler and trainer must agree to 1e-4 nats.
+    # As in `logprobs`: log-probs of sampler and trainer must agree to 1e-4 nats.
     logits = logits.astype(jnp.float32) / temperature
     if shaping is not None:
         logits = shape_logits(logits, shaping=shaping)
@@ -103,34 +102,35 @@ def sample_token(
         # No key is used: greedy responses do not depend on the seed.
         token = jnp.argmax(logits, axis=-1)
     else:
-        # Else what the keys come from would be spread as the logits are.
+        # Otherwise the computation of the keys would be sharded like the logits.
         uniform = axes.rows_apart(jax.vmap(lambda key: jax.random.uniform(key))(keys))
         token = drawn(jnp.exp(log_softmax), uniform=uniform)
     logprob = jnp.take_along_axis(log_softmax, token[:, None], axis=-1)[:, 0]
     if predicted is not None:
         logprob = jnp.where(predicted, logprob, 0.0)
         entropy = jnp.where(predicted, entropy, 0.0)
-    # A row's numbers go back to where its columns are, however it was drawn.
+    # Moves a row's numbers back to the devices that have its columns.
     of_rows = token.astype(jnp.int32), logprob, entropy
     token, logprob, entropy = map(axes.rows_apart, of_rows)
     return token, logprob, entropy
 
 
 def drawn(weights: Array, *, uniform: Array) -> Array:
-    """The index at which the weights reach a uniform share of their total.
+    """The index at which the cumulative weights reach a uniform share of their total.
 
-    A uniform number of 23 bits stands for the middle of its interval: its lower end
-    would take the first token at 0, however unlikely. A large vocabulary is searched by
-    blocks first, then within one block by the share that is left, so that no sum runs
-    along all of it.
+    A uniform number of 23 bits stands for the middle of its interval: at its lower end,
+    0 would draw the first token, however unlikely. A large vocabulary is searched by
+    blocks, then within one block by the share that is left, so that no sum runs along
+    all of it.
 
     Args:
-      weights: f32[B, V], >= 0, and in each row one above 0.
+      weights: f32[B, V], >= 0, with a positive one in each row.
       uniform: f32[B], in [0, 1), a multiple of 2^-23.
 
     Returns:
-      i32[B], V - 1 where the weights are not finite. Never a weight of 0, a block of
-      less than 2^-31 of the total, or a weight of less than 2^-31 of its block.
+      i32[B], V - 1 where the weights are not finite. Never drawn are a weight of 0, a
+      block of less than 2^-31 of the total, and a weight of less than 2^-31 of its
+      block.
     """
     size = weights.shape[-1]
     share = jnp.minimum(uniform + 2.0**-24, _BELOW_ONE)
@@ -147,18 +147,18 @@ def drawn(weights: Array, *, uniform: Array) -> Array:
 
 
 def _reached(weights: Array, *, share: Array) -> tuple[Array, Array]:
-    """Where the sum of weights exceeds a share of the total, and the share left of it.
+    """Where the cumulative weights exceed a share of the total, and the share left.
 
-    Weights are counted in whole units of 2^-30 of their total. Sums of floats would
-    round: where they do, the neighbour of a likely token comes too often, at 1e-7
-    instead of its own probability.
+    Weights are counted in integer units of 2^-30 of their total. Sums of floats would
+    round, and then draw the neighbour of a likely token too often, at 1e-7 instead of
+    its own probability.
 
     Returns:
-      i32[B], of a count above 0, and f32[B], above 0 and below 1: how far the share
-      reaches into that weight.
+      i32[B], an index with a positive count, and f32[B], in (0, 1): how far the share
+      reaches into its weight.
     """
     total = weights.sum(axis=-1, keepdims=True)
-    # Integers add up exactly, whatever the order in which a backend sums them.
+    # Sums of integers are exact, in any order.
     counts = jnp.round(weights / total * 2.0**30).astype(jnp.int32)
     cumulative = jnp.cumsum(counts, axis=-1)
     target = (share * cumulative[:, -1].astype(jnp.float32)).astype(jnp.int32)
@@ -172,10 +172,10 @@ def _reached(weights: Array, *, share: Array) -> tuple[Array, Array]:
 
 
 def shape_logits(logits: Array, *, shaping: Shaping) -> Array:
-    """Logits with every token that the shaping drops at -inf.
+    """Sets the logits of tokens that the shaping drops to -inf.
 
-    top-k, top-p and min-p act in turn, each on what the one before has left, as in
-    `transformers`. Tokens that tie with the last one kept are kept.
+    top-k, top-p and min-p act in this order, each on the tokens that the one before
+    kept, as in `transformers`. Tokens that tie with the last one kept are kept.
 
     Returns:
       f32[B, V].
@@ -195,7 +195,7 @@ def shape_logits(logits: Array, *, shaping: Shaping) -> Array:
         smallest = kept.min(axis=-1, keepdims=True)
         logits = jnp.where(logits >= smallest, logits, -jnp.inf)
     if shaping.min_p is not None:
-        # p >= min_p · p_max, taken as logs: no softmax needed.
+        # p >= min_p · p_max in logs, which needs no softmax.
         smallest = logits.max(axis=-1, keepdims=True) + math.log(shaping.min_p)
         logits = jnp.where(logits >= smallest, logits, -jnp.inf)
     return logits
@@ -207,15 +207,15 @@ Record = TypeVar("Record", bound=Any)  # with tokens, logprobs and entropy, [B, 
 
 
 class Decoder(NamedTuple):
-    """A decoder that logits come from."""
+    """A decoder to sample from."""
 
     params: Params
     model: ModelConfig
-    layers: tuple[Params, ...] = ()  # as `step` reads them, of `layers_to_decode`
-    record: bool = False  # the experts that tokens meet
+    layers: tuple[Params, ...] = ()  # for `step`, from `layers_to_decode`
+    record: bool = False  # whether to record the experts of tokens
 
     def to_decode(self, *, rows: int) -> Decoder:
-        """With parameters for a step of so many rows; once, before the loop."""
+        """Prepares the parameters for steps of `rows` rows; once, before the loop."""
         layers = cached_decoder.layers_to_decode(
             self.params, model=self.model, rows=rows
         )
@@ -228,7 +228,7 @@ class TopK:
     """The k likeliest tokens of distributions that tokens were drawn from."""
 
     tokens: Array  # i32[..., k], the likeliest first
-    logprobs: Array  # f32[..., k], nats, of the whole vocabulary
+    logprobs: Array  # f32[..., k], nats, normalised over the whole vocabulary
 
 
 class Drawn(NamedTuple):
@@ -237,13 +237,13 @@ class Drawn(NamedTuple):
     token: Array  # i32[B]
     logprob: Array  # f32[B], nats, of the distribution the token was drawn from
     entropy: Array  # f32[B], nats, of that distribution
-    stops: Array  # bool[B], it is a stop token
+    stops: Array  # bool[B], True for a stop token
     # i32[B, L, k], of the token that ran before; None unless a decoder records them.
     experts: Array | None = None
-    top_k: TopK | None = None  # [B, k]; None unless asked for
+    top_k: TopK | None = None  # [B, k]; None unless requested
 
     def put(self, record: Record, *, here: Array) -> Record:
-        """The record with the tokens and their numbers where bool[B, W] says."""
+        """Writes the tokens and their numbers into a record, at `here`, bool[B, W]."""
         tokens, logprobs, entropy = (
             jnp.where(here, new[:, None], old)
             for new, old in (
@@ -261,27 +261,27 @@ class Drawn(NamedTuple):
 class Draw:
     """How tokens are drawn, and which of them end a response."""
 
-    stop_ids: tuple[int, ...]  # themselves kept
+    stop_ids: tuple[int, ...]  # kept in the response
     temperature: float = 1.0  # divides the logits, dimensionless
     shaping: Shaping | None = None  # for evaluation only; None draws from the policy
     unused: Ranges = ()  # `ModelConfig.unused_ids`
-    top_k: int | None = None  # tokens that are recorded beside the one drawn
-    # The logits to draw from, of those of every decoder.
+    top_k: int | None = None  # likeliest tokens to record; None records none
+    # Combines the logits of all decoders into those to draw from.
     hook: Callable[..., Array] = lambda logits: logits
 
     def __call__(
         self, *logits: Array, keys: Array, number: Array, predicted: Array | None = None
     ) -> Drawn:
-        """A token for every row, drawn with fold_in(keys[b], number).
+        """Draws a token for every row, with fold_in(keys[b], number).
 
         Args:
           logits: f32[B, V] of every decoder.
           keys: key[B], of the rows.
-          number: which token of its response it is, i32[] in all rows or i32[B].
-          predicted: bool[B], a token stands before it (`sample_token`); None is all.
+          number: number of the token in its response, i32[] for all rows or i32[B].
+          predicted: bool[B], rows with a token before it (`sample_token`); None: all.
         """
-        # By the token's number in its response: prompt width and waiting change no
-        # draw. Recorded runs depend on this order of folding.
+        # Folds in the token's number in its response: prompt width and waiting change
+        # no draw. Recorded runs depend on this order of folding.
         fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, 0 if number.ndim else None))
         drawn_from = self.hook(*logits)
         token, logprob, entropy = sample_token(
@@ -312,15 +312,16 @@ def read_prompts(
     columns: int | None,
     end: Array | int,
 ) -> tuple[Array, Caches, Array | None]:
-    """Logits f32[B, V] after prompts, a cache of their columns, and their experts.
+    """Runs prompts, for the logits after them and the caches of their columns.
 
     Args:
       tokens, mask: i32[B, P] and bool[B, P], left-padded.
       group_size: consecutive rows with one prompt, which is run once for all of them.
-      columns, end: those of `caches.placed`; None leaves the cache as it came.
+      columns, end: as in `caches.placed`; columns None leaves the caches unplaced.
 
     Returns:
-      The third is i32[B, P, L, k] if the decoder records them, else None.
+      Logits f32[B, V], caches, and experts i32[B, P, L, k] if the decoder records them,
+      else None.
     """
     params, model, _, record = sampled
     # One prompt of each group is run, and its cache repeated.
@@ -339,7 +340,7 @@ def read_prompts(
     )
     if columns is not None:
         caches = placed(caches, model=model, columns=columns, end=end)
-    # f32[B, V], of the last column alone.
+    # f32[B, V], only of the last column.
     logits = decoder.logits(params, last, model=model, spread=True)
     return logits, caches, experts
 
@@ -359,9 +360,10 @@ def step(
     """Runs the token that every row drew last, and draws the next.
 
     Args:
-      decoders, caches: with layers, and of each the keys and values.
-      tokens, positions: i32[B], those tokens, and how many stand before each.
-      attend, column: what they see and where they are written, as `decode_step` has it.
+      decoders, caches: decoders from `to_decode`, and the caches of each.
+      tokens, positions: i32[B], these tokens and the number of tokens before each.
+      attend, column: as in `decode_step`.
+      draw, keys, number: as in `Draw.__call__`.
     """
     logits, updated, experts = [], [], None
     for decoding, cache in zip(decoders, caches, strict=True):
@@ -391,20 +393,19 @@ def run(
     more: Callable[[State], Array],
     axis: str | None = None,
 ) -> State:
-    """Advances a state as long as there is more to do.
+    """Advances a state while there is more to do.
 
     Args:
-      axis: of a `shard_map`, along which all go on until none has more to do, as
-        devices that exchange something must for every token; None is each by itself.
+      axis: axis of a `shard_map` along which all devices go on until none has more to
+        do, as they must if `advance` has collectives; None: each stops by itself.
     """
 
     if axis is None:
-        # A `while_loop` and no scan: it ends with the longest response of the batch.
+        # A `while_loop`, not a scan: it ends with the longest response of the batch.
         return jax.lax.while_loop(more, advance, state)
 
     def any_more(state: State) -> Array:
-        # Devices that share a collective in `advance` must take as many turns: one that
-        # has finished goes on until none has more.
+        # Devices that share a collective in `advance` must take equally many turns.
         return jax.lax.psum(more(state), axis) > 0
 
     def turn(carry: tuple[State, Array]) -> tuple[State, Array]:

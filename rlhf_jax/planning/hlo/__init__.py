@@ -1,1 +1,1 @@
-"""The text of optimised programs: its lines, and what one of them does."""
+"""The text of optimised programs: parsing, matrix products and collectives."""

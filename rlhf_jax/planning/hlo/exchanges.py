@@ -1,4 +1,4 @@
-"""What devices exchange: collectives, and the groups of devices that take part."""
+"""Exchanges between devices: collectives, and the groups of devices that take part."""
 
 from __future__ import annotations
 
@@ -15,32 +15,33 @@ COLLECTIVES = (
 
 
 class Collective(NamedTuple):
-    """One exchange between devices, as often as the program runs it alike."""
+    """One exchange between devices; equal ones are counted together."""
 
     kind: str
-    size: int  # of the whole array on one device, bytes
-    devices: int  # that take part in it together
-    nodes: int = 1  # that those devices are in, as many in each
+    size: int  # bytes of the whole array on one device
+    devices: int  # devices of a group that exchange with each other
+    nodes: int = 1  # nodes of these devices, with equally many in each
 
     @property
     def sent(self) -> float:
-        """Bytes that a device must send, at the least, and receive."""
+        """The least bytes that a device must send, and receive."""
         if self.kind == "collective-permute":
             return float(self.size)
         return self._passes * self.size * (self.devices - 1) / self.devices
 
     @property
     def across(self) -> float:
-        """Bytes of `sent` that leave the device's node, at the least.
+        """The least bytes of `sent` that leave the device's node.
 
-        A node takes what it lacks once, each of its devices an equal share, and shares
-        it out inside. A permutation is bound by those that send to another node.
+        A node receives what it lacks once, an equal share on each of its devices, and
+        distributes it inside. A permutation is bound by devices that send to another
+        node.
         """
         if self.nodes == 1:
             return 0.0
         if self.kind == "collective-permute":
             return float(self.size)
-        alone = self.devices // self.nodes  # whose data differ within a node
+        alone = self.devices // self.nodes  # devices of a node
         parts = alone if "all-to-all" in self.kind else 1
         sent = self._passes * self.size * (self.nodes - 1) / self.devices
         return parts * sent
@@ -51,10 +52,9 @@ class Collective(NamedTuple):
 
 
 def group(rest: str) -> tuple[int, ...]:
-    """The devices of the first group; of the forms that an exchange is written in.
+    """The devices of the first group of a collective; () without groups.
 
-    {{0,1},{2,3}}, [2,2]<=[4], [2,2]<=[2,2]T(1,0) or mesh['a'=2,'b'=2] {'b'}. Without
-    groups it is no device at all.
+    Reads {{0,1},{2,3}}, [2,2]<=[4], [2,2]<=[2,2]T(1,0) and mesh['a'=2,'b'=2] {'b'}.
     """
     listed = re.search(r"replica_groups=\{\{([\d,]*)\}", rest)
     if listed is not None:
@@ -72,7 +72,7 @@ def group(rest: str) -> tuple[int, ...]:
     sizes = {name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", meshed[1])}
     order = re.search(r"\[[\d,]+\](?:T\([\d,]+\))?", meshed[2] or "")
     ids = np.arange(math.prod(sizes.values())) if order is None else _iota(order[0])
-    # A part of an axis, 'a':(2)4, is 4 of it behind the first 2.
+    # 'a':(2)4 is a part of an axis: its major factor is 2, and the part has size 4.
     parts = {
         name: (int(before or 1), int(size or sizes[name]))
         for name, before, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", meshed[3])
@@ -86,10 +86,11 @@ def group(rest: str) -> tuple[int, ...]:
 
 
 def between_slices(rest: str) -> tuple[str, int, int] | None:
-    """What a `send` to other slices of TPUs is: kind, devices, and slices of these.
+    """Kind, devices and slices of a `send` to other slices of TPUs; None if it is none.
 
-    The compiler writes an exchange of slices as one with their hosts' runtime: of equal
-    devices, {1,2}x{0:3}, of pairs, or of listed devices, 200003 being 3 of slice 2.
+    The compiler writes an exchange between slices as one with the runtime of their
+    hosts: of equal devices, {1,2}x{0:3}, of pairs, or of listed devices, where 200003
+    is device 3 of slice 2.
     """
     kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', rest)
     if kind is None:
@@ -107,7 +108,7 @@ def between_slices(rest: str) -> tuple[str, int, int] | None:
 
 
 def pairs(rest: str) -> list[tuple[int, int]]:
-    """(from, to) of a permutation; none of any other exchange."""
+    """The (from, to) pairs of a permutation; [] for any other exchange."""
     listed = re.search(r"source_target_pairs=\{([\d,{}]*)\}", rest)
     matches = [] if listed is None else re.findall(r"\{(\d+),(\d+)\}", listed[1])
     return [(int(source), int(target)) for source, target in matches]
@@ -118,7 +119,7 @@ def _integers(text: str) -> tuple[int, ...]:
 
 
 def _iota(text: str) -> list[int]:
-    """The numbers of [2,4]T(1,0): those from 0 on, transposed."""
+    """The numbers of an iota [2,4]T(1,0): 0 to 7 in this shape, transposed."""
     shape, _, order = text.partition("T")
     ids = np.arange(math.prod(_integers(shape))).reshape(_integers(shape))
     return (ids.transpose(_integers(order)) if order else ids).ravel().tolist()

@@ -3,7 +3,7 @@
     %fusion.3 = bf16[8,128]{1,0:T(8,128)S(1)} fusion(%p.1, %p.2), kind=kLoop, calls=%f
     name        result                        opcode operands     rest
 
-Only what a count of costs needs is read (`cost.py`).
+Only the parts that `cost.py` needs are read.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _OPERAND = re.compile(r"%([\w.\-]+)")
 
 
 class Array(NamedTuple):
-    """A leaf of a result."""
+    """An array of a result."""
 
     shape: tuple[int, ...]
     size: int  # bytes
-    on_chip: bool  # in a memory that is not the device's large one
+    on_chip: bool  # in a small memory of the chip, not in the device's HBM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,42 +38,42 @@ class Line:
     opcode: str
     result: tuple[Array, ...]
     operands: tuple[str, ...]
-    rest: str  # what stands after the operands
-    text: str  # of the operands
-    root: bool
+    rest: str  # text after the operands
+    text: str  # text of the operands
+    root: bool  # whether it is the computation's result
 
     @property
     def written(self) -> int:
-        """Bytes of the result in the device's memory."""
+        """Bytes of the result in the device's large memory."""
         return sum(leaf.size for leaf in self.result if not leaf.on_chip)
 
     @property
     def whole(self) -> int:
-        """Bytes of the result, wherever on the device it is."""
+        """Bytes of the result in any memory of the device."""
         return sum(leaf.size for leaf in self.result)
 
     @property
     def index(self) -> int:
-        """Which element of a tuple a get-tuple-element takes."""
+        """The element that a get-tuple-element takes."""
         match = re.search(r"index=(\d+)", self.rest)
         assert match is not None, self
         return int(match[1])
 
     @property
     def constant(self) -> int | None:
-        """The integer that it is; None if it is anything else."""
+        """The value of an integer constant; None for other lines."""
         integer = self.opcode == "constant" and re.fullmatch(r"-?\d+", self.text)
         return int(self.text) if integer else None
 
     def called(self, what: str) -> str:
-        """The computation that it calls as `what`, for instance its "body"."""
+        """The computation that the line calls as `what`, such as its "body"."""
         match = re.search(rf"{what}=%?([\w.\-]+)", self.rest)
         assert match is not None, self
         return match[1]
 
     @property
     def branches(self) -> list[str]:
-        """The computations of which a conditional runs one."""
+        """The computations of a conditional, which runs one of them."""
         listed = re.search(r"branch_computations=\{([^}]*)\}", self.rest)
         if listed is not None:
             return re.findall(r"%([\w.\-]+)", listed[1])
@@ -84,15 +84,15 @@ Computation = dict[str, Line]
 
 
 def root(lines: Computation) -> Line:
-    """The line whose result is the computation's."""
+    """The line whose result is that of the computation."""
     return next(line for line in lines.values() if line.root)
 
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
-    """The computations by name, and the name of the entry."""
+    """Parses a program into its computations by name, and the name of the entry."""
     computations: dict[str, Computation] = {}
     entry, lines = "", {}
-    # A kernel's description may hold line breaks; its rows begin with a quote or brace.
+    # A kernel's description may have line breaks; its rows begin with a quote or brace.
     for row in re.sub(r"\n(?=[\"}]{2}|\")", "", text).splitlines():
         header = _HEADER.match(row)
         if header is not None:
@@ -126,7 +126,7 @@ def _line(row: str) -> Line | None:
 
 
 def _closed(row: str, start: int) -> int:
-    """Where the parenthesis that opens at `start` has closed."""
+    """Index after the parenthesis that closes the one at `start`."""
     depth = 0
     for at in range(start, len(row)):
         depth += (row[at] == "(") - (row[at] == ")")

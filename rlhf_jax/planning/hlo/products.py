@@ -1,4 +1,4 @@
-"""Matrix products of one line: dots, convolutions, and library calls that are such."""
+"""Matrix products of one line: dots, convolutions, and library calls for either."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rlhf_jax.models.attention import ring_passes
 from rlhf_jax.models.experts.grouped import Load
 from rlhf_jax.planning.hlo.parsing import Array, Computation, Line
 
-KERNELS = "tpu_custom_call", "gpu.triton"  # that grouped products are
+KERNELS = "tpu_custom_call", "gpu.triton"  # custom calls of grouped products
 
 
 def flops(
     line: Line, lines: Computation, computations: dict[str, Computation]
 ) -> float:
-    """2 · products that a line computes, in fusions too; 0 where there are none."""
+    """2 · products that a line computes, including those in fusions."""
     if line.opcode == "fusion":
         inner = computations[line.called("calls")]
         return sum(flops(part, inner, computations) for part in inner.values())
@@ -42,19 +42,19 @@ def flops(
 
 
 def load_of(line: Line) -> Load | None:
-    """What is expected of the groups of a grouped product; None of any other line."""
+    """The expected load of a grouped product; None for any other line."""
     kernel = line.opcode == "custom-call" and any(name in line.rest for name in KERNELS)
     return Load.of_scope(line.rest.partition("backend_config")[0]) if kernel else None
 
 
 def _matrices(line: Line, lines: Computation) -> Array:
-    """[G, in, out], of which a grouped product reads or writes one per group."""
+    """The array [G, in, out] of a grouped product, with a matrix per group."""
     arrays = [leaf for name in line.operands for leaf in lines[name].result]
     return next(leaf for leaf in (*arrays, *line.result) if len(leaf.shape) == 3)
 
 
 def grouped_bytes(line: Line, lines: Computation, load: Load) -> float:
-    """What a grouped product reads and writes: once each row and matrix of its load."""
+    """Bytes of a grouped product: each row and matrix of its load, once."""
     expected = {2: load.rows, 3: load.groups}
     arrays = [leaf for name in set(line.operands) for leaf in lines[name].result]
     return sum(
@@ -65,10 +65,10 @@ def grouped_bytes(line: Line, lines: Computation, load: Load) -> float:
 
 
 def _attention(line: Line, lines: Computation) -> float:
-    """2 · products of cuDNN's attention, of which a causal mask leaves half.
+    """2 · products of cuDNN's attention; a causal mask halves them.
 
-    Two products forward; backward the first of them again, and the gradients of query,
-    key, value and shares.
+    The forward pass has two products. The backward pass repeats the first and has one
+    each for the gradients of query, key, value and probabilities.
     """
     dims = re.search(
         r'"intermediate_tensor_shape":\s*\{[^}]*?"dimensions":\s*\[([^\]]*)\]',
@@ -85,9 +85,9 @@ def _attention(line: Line, lines: Computation) -> float:
 def _splash(line: Line) -> float:
     """2 · products of JAX's splash attention, by its kernels' names.
 
-    Its masks are causal: of [Sq, Sk] at most half is computed, and with a window no
-    more than the blocks that the grid visits, [heads, Sq / block, blocks of a row]. The
-    turns of ring attention past the first have no such mask.
+    Its masks are causal: at most half of [Sq, Sk] is computed, and with a window at
+    most the blocks that the grid visits, [heads, Sq / block, blocks of a row]. Turns of
+    ring attention after the first have no causal mask.
     """
     kernel = re.search(r"splash_m\w+_(fwd|dkv|dq)", line.rest)
     shapes = re.search(r"operand_layout_constraints=\{(.*?\})\}", line.rest)
@@ -107,13 +107,13 @@ def _splash(line: Line) -> float:
     if visited is not None and f"block_q{ending}" in blocks:
         block = blocks[f"block_q{ending}"] * blocks[f"block_kv{ending}"]
         pairs = min(pairs, math.prod(visited[-2:]) * block)
-    fused = len(line.result) > 4  # the query's gradient beside key's and value's
+    fused = len(line.result) > 4  # also returns the gradient of the query
     products = {"fwd": 2, "dkv": 5 if fused else 4, "dq": 3}[kind]
     return 2.0 * products * math.prod(query[:-2]) * pairs * query[-1]
 
 
 def _convolution(line: Line, *, left: tuple[int, ...], right: tuple[int, ...]) -> float:
-    """2 · products of a convolution; padding and the holes of an input cost none."""
+    """2 · products of a convolution, without those of padding and dilation holes."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", line.rest)
     assert labels is not None, line
     ins, kernels, outs = labels[1], labels[2], labels[3]
@@ -152,7 +152,7 @@ def _meetings(
     hole: int,
     apart: int,
 ) -> int:
-    """Pairs of an output and an element of the window that meet an input."""
+    """Pairs of an output and a window element that read an actual input."""
     last = (size_in - 1) * hole
     places = (
         out * stride + element * apart - before

@@ -1,6 +1,6 @@
 // Curves with bands over seeds, and the reward beside the judge, drawn by Plotly.
 
-const loaded = () => typeof Plotly !== "undefined"; // it comes after the first screen
+const loaded = () => typeof Plotly !== "undefined"; // loaded after the first screen
 const PLAIN = { displayModeBar: false, responsive: true, doubleClick: "reset" };
 
 function layout({ x, y, top = 8 }) {
@@ -19,7 +19,7 @@ function layout({ x, y, top = 8 }) {
   };
 }
 
-// Text of a run that Plotly shows: it reads some markup, of which nothing is left.
+// Escapes a run's text, since Plotly interprets some markup.
 const plain = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
 
 function unitOf(metric) {
@@ -107,7 +107,7 @@ function metricChooser() {
   };
 }
 
-// Reward beside judge, a path per group from its start to the mark at its end.
+// Reward against judge: one path per group, from its start to the mark at its end.
 function drawScatter() {
   if (!loaded()) return;
   const judged = JUDGE in data.curves.metrics;

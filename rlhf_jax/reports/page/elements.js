@@ -1,4 +1,4 @@
-// Elements, numbers and colours. All text becomes text nodes, never markup.
+// Elements, numbers and colours. Text is always added as text nodes, never as markup.
 
 function el(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
@@ -19,7 +19,7 @@ const FOCUSABLE = "button, input, select, a[href], [tabindex]";
 const keyOf = (node) => node.id || node.dataset.group || [node.tagName, node.getAttribute("aria-label") ?? "", node.textContent].join(" ");
 const alike = (place, key) => [...place.querySelectorAll(FOCUSABLE)].filter((each) => keyOf(each) === key);
 
-// What has the focus keeps it: what comes in its place has the same id, group or text.
+// Moves the focus to the replacement of the focused element, by id, group or text.
 function fill(id, ...children) {
   const place = byId(id);
   const before = place !== document.activeElement && place.contains(document.activeElement) ? document.activeElement : null;
@@ -42,12 +42,12 @@ function number(value, digits = 3) {
   return shown.replace("-", "−");
 }
 
-// Of two log-probs; undefined where one of them is no number, as of a run that diverged.
+// log π - log π_ref; undefined if one is not a number, as in a run that diverged.
 const between = (own, ref) => (Number.isFinite(own) && Number.isFinite(ref) ? own - ref : undefined);
 const signed = (value, digits = 3) => (value > 0 ? "+" : "") + number(value, digits);
 const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 
-// Okabe and Ito's colours, told apart by the colour-blind, without yellow on white.
+// Okabe and Ito's colours for the colour-blind, without yellow, which is faint on white.
 const LIGHT = ["#0072b2", "#d55e00", "#009e73", "#b0559a", "#3d9fdc", "#b77b00", "#5b5b66", "#7b4a12"];
 const DARK = ["#5aaeea", "#ff9151", "#3ecfa5", "#e79bcb", "#9bd6fa", "#f0bf4a", "#b9bcc8", "#d6a469"];
 const DASHES = ["solid", "dash", "dot", "dashdot"];
@@ -62,7 +62,7 @@ function alpha(hex, share) {
   return `rgba(${parts.join(", ")}, ${share})`;
 }
 
-// The line of a group as the legend shows it: its colour and its dashes.
+// A group's line in the legend, with its colour and dashes.
 function swatch(number) {
   const space = "http://www.w3.org/2000/svg";
   const svg = document.createElementNS(space, "svg");
@@ -76,13 +76,13 @@ function swatch(number) {
   return svg;
 }
 
-// Two or three buttons of which one is on.
+// A group of buttons of which exactly one is on.
 function switchOf(id, choices, chosen, choose) {
   fill(id, Object.entries(choices).map(([value, text]) =>
     el("button", { type: "button", "aria-pressed": value === chosen, on: { click: () => choose(value) } }, text)));
 }
 
-// A table: columns are {name, text, cell, title}; rows anything that `cell` takes.
+// A table: columns are {name, text, cell, title}; rows are arguments of `cell`.
 function table(columns, rows, { caption, rowClass = () => null, sort = null } = {}) {
   const head = columns.map((column) => {
     const sorted = sort && sort.column === column.name;

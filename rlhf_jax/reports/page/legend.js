@@ -27,10 +27,10 @@ function chip(group) {
   swatch(group.number), group.name + seeds);
 }
 
-// Left and right go along the legend, as in a toolbar.
+// The left and right arrow keys move along the legend, as in a toolbar.
 function alongLegend(event) {
   if (event.key === "Enter" && event.shiftKey) {
-    event.preventDefault(); // some browsers click too, and some without Shift
+    event.preventDefault(); // some browsers also send a click, some without Shift
     only([{ name: event.currentTarget.dataset.group }]);
     return;
   }

@@ -1,4 +1,4 @@
-// The first screen: who hacked its reward, on which tokens, and the table of runs.
+// The first screen: the verdicts, the tokens with most KL, and the table of runs.
 
 const REWARD = "objective/scores", JUDGE = "judge/score", KL = "objective/kl";
 
@@ -33,7 +33,7 @@ function lede(hacked, collapsed, lost) {
   return ["These runs have no reward; the curves show what they measured."];
 }
 
-// A card for each group with a hacked reward, the worst first.
+// One card per flagged group, the worst first.
 function cards() {
   const groups = data.groups.map((group, number) => ({ ...group, number, marked: runsOf(group).filter(flagged) }))
     .filter((group) => group.marked.length)
@@ -58,7 +58,7 @@ function card(group) {
       el("button", { type: "button", class: "primary", on: { click: () => readTokens(worst.name) } }, "Read its tokens")));
 }
 
-// The tokens with the most KL of some runs, shaded by their mean.
+// The tokens with the most KL in some runs, shaded by their mean KL.
 function words(runs) {
   const sums = new Map();
   for (const { text, count, kl } of runs.flatMap((run) => run.tokens)) {
@@ -76,7 +76,7 @@ function words(runs) {
   }));
 }
 
-// To the run's samples of the highest KL.
+// Shows the run's samples, those with the highest KL first.
 function readTokens(name) {
   Object.assign(state, { run: name, order: "kl", step: null, search: "", prompt: "", limit: 12 });
   drawSamples();

@@ -1,4 +1,4 @@
-// Puts the page together, and follows a run under way.
+// Draws the page, and follows a run under way.
 
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
@@ -26,7 +26,7 @@ function drawBand() {
   byId("band").hidden = !several;
 }
 
-// Asks the server of --watch for newer data; what a reader has chosen stays.
+// Asks the server of --watch for newer data; the reader's choices are kept.
 let tag = "";
 async function follow() {
   const say = (text) => { byId("live").textContent = text; };
@@ -56,8 +56,8 @@ byId("theme").addEventListener("click", () => repaint(isDark() ? "light" : "dark
 preferred.addEventListener("change", (event) => repaint(event.matches ? "dark" : "light"));
 state.metrics = [...data.first];
 drawAll();
-// The charts' library is large: it runs once a reader sees the rest of the page, and
-// lets them act between one kind of chart and the next.
+// Plotly is large: it is loaded after the rest of the page is shown, and the page stays
+// responsive between one kind of chart and the next.
 const then = (...acts) => requestAnimationFrame(() => setTimeout(() => {
   acts[0]();
   if (acts.length > 1) then(...acts.slice(1));

@@ -1,4 +1,4 @@
-// Samples of the reference and the policy side by side: choosing, searching, ordering.
+// Samples of reference and policy side by side, with selection, search and order.
 
 const ORDERS = {
   recorded: ["as recorded", null],
@@ -96,7 +96,7 @@ function chosenRows(run) {
     && (!wanted || row.response.toLowerCase().includes(wanted) || row.prompt.toLowerCase().includes(wanted)));
   const key = ORDERS[state.order][1];
   if (!key) return rows;
-  const last = (value) => (Number.isNaN(value) ? Infinity : value); // rows without the number
+  const last = (value) => (Number.isNaN(value) ? Infinity : value); // no number: at the end
   return rows.sort((a, b) => last(key(a)) - last(key(b)));
 }
 
@@ -130,13 +130,13 @@ function sample(run, row) {
       el("div", {}, el("h3", {}, untouched ? "Policy at step 0, its reference" : `Policy at step ${row.step}`), policy)));
 }
 
-// Whether the policy was its reference when it said this: their log-probs are equal.
+// Whether the policy still was its reference: their log-probs of the tokens are equal.
 function isReference(row) {
   const ref = row.ref_logprobs;
   return Boolean(ref?.length) && row.logprobs.every((own, k) => row.observed?.[k] || Math.abs(between(own, ref[k])) < 1e-3);
 }
 
-// The reference's response to the same prompt; else one of step 0, when both may be one.
+// The reference's response to the prompt; else the policy's response at step 0.
 function beside(run, row) {
   if (row.reference !== undefined) return { title: "Reference, same prompt and key", text: row.reference };
   const first = run.samples.filter((each) => each.step === 0 && each.stage === row.stage);
@@ -147,7 +147,7 @@ function beside(run, row) {
   return { title: any ? `${early(any)}; another prompt` : "Policy at step 0", text: any && `${any.prompt} ⟶ ${any.response}` };
 }
 
-// Text with the hits of a search marked.
+// Marks the hits of a search in a text.
 function marked(text, wanted) {
   if (!wanted) return text;
   const parts = [];

@@ -1,26 +1,26 @@
-// What the page shows now: the data of the runs, and what a reader has chosen.
+// The state of the page: the data of the runs, and the reader's choices.
 
 const read = () => JSON.parse(document.getElementById("data").textContent);
 let data = read();
 
-const MANY = 12; // groups; of more, only some are shown at first
+const MANY = 12; // largest number of groups shown at first
 
-// By name, so that newer data keep them.
+// Choices refer to groups and runs by name, so that newer data keep them.
 const state = {
   hidden: new Set(), // groups
-  known: new Set(), // groups that have been there before
+  known: new Set(), // groups seen before
   filter: "", // of the legend
   metrics: [], // of the open charts
   band: "range",
   across: "reward", // horizontal axis of the scatter
   sort: { column: "verdict", down: false }, // of the table of runs
-  run: null, // whose samples are shown, by name
+  run: null, // name of the run whose samples are shown
   step: null, // null is all steps
   search: "",
   prompt: "",
   order: "kl",
   limit: 12, // samples shown
-  scale: null, // nats at which a token's colour is full; null is of the data
+  scale: null, // nats at which a token's colour is full; null derives it from the data
 };
 
 const SEVERITY = ["hacked", "collapsed", "degraded", "alarm", "unjudged", "clean", "none"];
@@ -30,7 +30,7 @@ const runsOf = (group) => group.runs.map((number) => data.runs[number]);
 const runNamed = (name) => data.runs.find((run) => run.name === name);
 const groupOf = (run) => data.groups[run.group];
 
-// The name of a run as a reader knows it: its group and its seed.
+// The displayed name of a run: its group and its seed.
 function titleOf(run) {
   const group = groupOf(run);
   if (group.runs.length === 1 && data.groups.length > 1) return group.name;
@@ -38,7 +38,7 @@ function titleOf(run) {
   return run.seed === null || repeated ? run.name : `${group.name} · seed ${run.seed}`;
 }
 
-// Of many groups those with a hacked reward are shown first, and others up to MANY.
+// If there are many groups, shows flagged ones first, and others up to MANY.
 function showSomeGroups() {
   const names = data.groups.map((group) => group.name);
   const fresh = names.filter((name) => !state.known.has(name));
@@ -54,6 +54,6 @@ const visibleGroups = () =>
   data.groups.map((group, number) => ({ ...group, number }))
     .filter((group) => !state.hidden.has(group.name));
 
-// Of the group's last stage that has the metric, which other groups may call otherwise.
+// The curve is of the group's last stage with the metric; stages of groups may differ.
 const curveOf = (metric, number) => data.curves.metrics[metric]?.[String(number)];
 const stepsOf = (curve) => data.curves.steps[curve.x];

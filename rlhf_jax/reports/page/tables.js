@@ -1,4 +1,4 @@
-// What differs between the configs, alarms, drift and fingerprints.
+// Tables of differences between configs, of alarms, drift and fingerprints.
 
 function drawConfigs() {
   if (!data.options.length) {

@@ -1,4 +1,4 @@
-// Seconds per step by phase, a bar per group.
+// Seconds per step by phase, one bar per group.
 
 const SHADES = ["#0072b2", "#56b4e9", "#009e73", "#e69f00", "#cc79a7", "#d55e00", "#8a6d3b", "#7a7f8a"];
 

@@ -1,10 +1,10 @@
-// A response token by token: colour by KL, and what both models say of the active one.
+// A response token by token: colours by KL, and both log-probs of the active token.
 
 function visible(text) {
   return text.replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "∅";
 }
 
-// Nats at which a colour is full: what only 2 in 100 tokens of these runs exceed.
+// Nats at which a colour is full: the 98th percentile of |k1| over all tokens, 1 to 8.
 function fullScale() {
   if (state.scale !== null) return state.scale;
   const all = data.runs.flatMap((run) => run.samples.flatMap((row) =>
@@ -15,14 +15,14 @@ function fullScale() {
 }
 let full = 2;
 
-// Blue where the policy is likelier to say it than its reference, orange where less.
+// Blue if the token is likelier under the policy than under the reference, else orange.
 function shade(node, k1, colours = { more: css("--more"), less: css("--less") }) {
   const strength = Math.min(1, Math.abs(k1) / full);
   if (!(strength >= 0.04)) return;
   node.style.backgroundColor = `rgba(${k1 > 0 ? colours.more : colours.less}, ${(0.08 + 0.62 * strength).toFixed(3)})`;
 }
 
-// Sampled ones, and what the policy read between its turns.
+// The number of a response's tokens: sampled ones, and those observed between turns.
 const everyToken = (row) => row.length + (row.read ?? 0);
 
 function tokensOf(row, search) {
@@ -42,7 +42,7 @@ function tokensOf(row, search) {
   return node;
 }
 
-// Numbers of the tokens that a search's hits in the whole response touch.
+// Numbers of the tokens that a search's hits in the response overlap.
 function matches(tokens, search) {
   const found = new Set();
   if (!search) return found;
@@ -115,7 +115,7 @@ function showTip(span, row, k) {
   placeTip();
 }
 
-// Above its token, or below where there is no room.
+// Places the tip above its token, or below if there is no room.
 function placeTip() {
   const [tip, span] = [byId("tip"), anchor];
   if (tip.hidden || !span?.isConnected) return hideTip();

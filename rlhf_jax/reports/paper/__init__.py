@@ -1,1 +1,1 @@
-"""A sweep as a paper takes it: tables, figures, a methods paragraph, BibTeX."""
+"""A sweep for a paper: tables, figures, a methods paragraph and BibTeX."""

@@ -1,4 +1,4 @@
-"""What to cite, by what the configs of the runs say; references.bib has the rules."""
+"""Chooses what to cite by the configs of the runs; references.bib has the rules."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ BLOCK = re.compile(r"^%([^\n]*)\n(@\w+\{(\w+),\n.*?^\})", re.MULTILINE | re.DOTA
 
 
 class Entry(NamedTuple):
-    """An entry of the bibliography, and when it is due."""
+    """An entry of the bibliography, and the rules by which it is cited."""
 
     key: str
-    name: str  # of the method in a text; "" of what is cited elsewhere
-    rules: tuple[str, ...]  # any of which suffices
+    name: str  # of the method in the paragraph; "" if the entry is cited elsewhere
+    rules: tuple[str, ...]  # any one suffices
     bibtex: str
 
 
 def entries() -> list[Entry]:
-    """All entries of references.bib, in the order of the file."""
+    """Reads all entries of references.bib, in the order of the file."""
     text = (
         resources.files("rlhf_jax.reports.paper")
         .joinpath("references.bib")
@@ -39,7 +39,7 @@ def entries() -> list[Entry]:
 
 
 def cited(records: Sequence[Record]) -> list[Entry]:
-    """The entries of methods that some run uses, then the software with its version."""
+    """Returns the entries that some run uses, and that of the software's version."""
     chosen = [one for one in entries() if any(due(one, record) for record in records)]
     recorded = {
         record.versions.get(SOFTWARE, "").partition(" ")[0] for record in records
@@ -51,7 +51,7 @@ def cited(records: Sequence[Record]) -> list[Entry]:
 
 
 def due(entry: Entry, record: Record) -> bool:
-    """Whether one of an entry's rules holds for a run; without a rule always."""
+    """Returns whether a rule of an entry holds for a run; one without rules always."""
     options = dict(record.options)
     if record.run.module is not None:
         options[TRAINER] = record.run.program[0]
@@ -59,13 +59,13 @@ def due(entry: Entry, record: Record) -> bool:
 
 
 def _holds(rule: str, options: Options) -> bool:
-    """Whether all parts of a rule hold: `name`, which is on, or `name=this,or,that`."""
+    """Whether all parts of a rule hold: `name` (is on), or `name=this,or,that`."""
     for part in rule.split():
         name, _, wanted = part.partition("=")
         values = [
             value for one, value in options.items() if f".{one}".endswith(f".{name}")
         ]
-        if name.endswith("."):  # a group, which is on where it has parts
+        if name.endswith("."):  # a group is on if it has options
             values = [True for one in options if f".{name}" in f".{one}"]
         if wanted:
             if not any(str(value) in wanted.split(",") for value in values):

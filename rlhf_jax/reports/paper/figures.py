@@ -1,6 +1,6 @@
 """Figures of a sweep at a column's width: every seed, means, and their intervals.
 
-Equal sweeps have equal files: PDF and SVG are written without a date.
+PDF and SVG are written without a date, so that equal sweeps have equal files.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ STYLE: dict[Any, Any] = {
 METADATA = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
 PER_CELL, PER_LINE, AROUND = 0.21, 0.12, 0.75  # inches of height
 LONG, WIDE = 28, 56  # characters of a line beside the axis, and above it
-BELOW = 0.28  # of a cell's height, from a mean to its seeds
+BELOW = 0.28  # distance of the seeds below their mean, as a share of a cell's height
 COLOUR, SEED_COLOUR = "#1f4e79", "#7f9db9"
-FRONTIER, LEGEND_LINE = 0.75, 0.13  # of the width, and inches, of height
-# objective/kl, policy.kl and held_out_kl_after, but no coefficient and no share.
+FRONTIER, LEGEND_LINE = 0.75, 0.13  # height over width, and inches of a legend's line
+# Matches objective/kl, policy.kl and held_out_kl_after; no coefficients or shares.
 KL = re.compile(r"(?:^|[/._])kl(?:$|[/._](?!coef|every|\w*frac))")
 
 
@@ -57,7 +57,7 @@ class Drawn(NamedTuple):
                 self.figure.savefig(path, metadata=metadata)
 
     def latex(self) -> str:
-        """A float that shows the PDF."""
+        """Returns a LaTeX float that includes the PDF."""
         return (
             "\\begin{figure}\n  \\centering\n"
             f"  \\includegraphics[width=\\columnwidth]{{figures/{self.name}.pdf}}\n"
@@ -67,7 +67,7 @@ class Drawn(NamedTuple):
 
 
 def of_measures(sweep: Sweep, of: Results, *, width: float, note: str) -> list[Drawn]:
-    """A figure of each measure that some run has; `note` says what is missing."""
+    """Draws each measure that some run has; `note` is added to every caption."""
     from matplotlib import rc_context
 
     with rc_context(STYLE):
@@ -83,9 +83,9 @@ def of_measures(sweep: Sweep, of: Results, *, width: float, note: str) -> list[D
 
 
 def of_frontiers(sweep: Sweep, of: Results, *, width: float, note: str) -> list[Drawn]:
-    """Each other measure against the first one that is a KL; none where there is none.
+    """Draws each other measure against the first measure that is a KL, if any is.
 
-    A cell counts in a figure with the seeds that have both measures.
+    Each cell is drawn with the seeds that have both measures.
     """
     from matplotlib import rc_context
 
@@ -205,7 +205,7 @@ def _with_unit(name: str, sweep: Sweep) -> str:
 
 
 def _half(estimate: statistics.Estimate) -> float | None:
-    """Half of an interval; None where a single seed has none."""
+    """Half of an interval; None for a single seed, which has none."""
     if estimate.interval is None:
         return None
     return (estimate.interval.high - estimate.interval.low) / 2
@@ -231,5 +231,5 @@ def _cell(axis: Axes, numbers: Numbers, *, place: int) -> None:
 
 
 def _plain(text: str) -> str:
-    """Text in which matplotlib sees no formula."""
+    """Escapes $, by which matplotlib would begin a formula."""
     return text.replace("$", r"\$")

@@ -1,11 +1,11 @@
-"""Plain text as LaTeX, which every engine compiles with its own fonts."""
+"""Plain text as LaTeX that every engine compiles with its own fonts."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
 
-# A character or two, and what LaTeX has for them.
+# Pairs: one or two characters, and their LaTeX.
 TABLE = r"""
 \ \textbackslash{}  ^ \textasciicircum{}  ~ \textasciitilde{}  -- -{}-  `` `{}`
 # \#  $ \$  % \%  & \&  _ \_  { \{  } \}  < $<$  > $>$  | $|$  " ''
@@ -22,16 +22,16 @@ LATEX = dict(zip(WORDS[::2], WORDS[1::2], strict=True)) | {
 GREEK = re.compile(r"(?:GREEK (SMALL|CAPITAL) LETTER|MICRO)( FINAL)? (\w+)")
 RENAMED = {"lamda": "lambda", "epsilon": "varepsilon", "omicron": "o", "sign": "mu"}
 CAPITALS = ("Gamma", "Delta", "Theta", "Lambda", "Xi", "Pi", "Sigma", "Upsilon")
-CAPITALS += ("Phi", "Psi", "Omega")  # the others look as Latin ones, and have no name
-LAST_LETTER = 0x17F  # of Latin Extended-A, which LaTeX's fonts have
+CAPITALS += ("Phi", "Psi", "Omega")  # others look like Latin letters, without a command
+LAST_LETTER = 0x17F  # end of Latin Extended-A, which LaTeX's fonts cover
 MINUS = re.compile(r"(?<![\w-])-(?=\d)")
 TOKEN = re.compile(r"--|``|\s+|.")
 
 
 def escaped(text: str) -> str:
-    """Text as LaTeX shows it: π and ‖ in math, a minus before a digit, _ and % as such.
+    """Returns text as LaTeX: π and ‖ in math mode, minus signs, escaped _ and %.
 
-    A character that LaTeX's fonts do not have is written by its number, as U+4E2D.
+    A character that LaTeX's fonts lack is written by its number, such as U+4E2D.
 
     >>> print(escaped("kl_coef=-0.5 → 100%, π_ref"))
     kl\\_coef=$-$0.5 $\\to$ 100\\%, $\\pi$\\_ref

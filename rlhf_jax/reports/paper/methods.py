@@ -1,4 +1,4 @@
-"""A methods paragraph that is true: every fact of it is read from the run folders."""
+"""A methods paragraph in which every fact is read from the run folders."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from rlhf_jax.reports.paper import tables
 from rlhf_jax.reports.paper.citations import Entry
 from rlhf_jax.reports.paper.latex import escaped
-from rlhf_jax.reports.paper.provenance import DIGEST, Record, Values, told
+from rlhf_jax.reports.paper.provenance import DIGEST, Record, Values, as_text
 from rlhf_jax.sweeps.declaration import Sweep, word
 from rlhf_jax.sweeps.planned import SEED, Planned
 from rlhf_jax.sweeps.results import Results
 
 CITED = re.compile(r" ?\[@(\w+)\]")
 BREAKS = re.compile(r"(/|\\_)(?=\w)")
-NAMED = 6  # runs that are missing, told by name
+NAMED = 6  # missing runs that are named
 MINUTE, HOUR = 60.0, 3600.0  # seconds
 
 
 def missing(runs: Sequence[Planned]) -> tuple[str, str]:
-    """Of a partial sweep the note for a caption, and the runs left; else nothing."""
+    """Returns the captions' note on a partial sweep, and the runs left; else "", ""."""
     left = [run.name for run in runs if not run.done]
     if not left:
         return "", ""
@@ -39,7 +39,7 @@ def paragraph(
     *,
     cited: Sequence[Entry],
 ) -> str:
-    """The paragraph as Markdown, with citations as [@key]."""
+    """Returns the paragraph as Markdown, with citations as [@key]."""
     sentences = [
         _design(sweep, records),
         "".join(missing(runs)).strip(),
@@ -55,8 +55,8 @@ def paragraph(
 
 
 def as_latex(text: str) -> str:
-    """The paragraph as LaTeX, with \\cite, and paths that may be broken."""
-    parts = CITED.split(text)  # texts, and between them the keys
+    """Returns the paragraph as LaTeX, with \\cite and line breaks allowed in paths."""
+    parts = CITED.split(text)  # texts at even places, keys at odd ones
     return "".join(
         f"~\\cite{{{part}}}"
         if number % 2
@@ -88,7 +88,7 @@ def _design(sweep: Sweep, records: Sequence[Record]) -> str:
 
 
 def _labels(sweep: Sweep) -> str:
-    """What the labels of the grid stand for: options that their cells alone share."""
+    """The meaning of each label of the grid: the options that only its cells share."""
     axes = {name for name, _ in sweep.cells[0].values}
     everywhere = set.intersection(*(set(cell.options) for cell in sweep.cells))
     sets: dict[str, str] = {}
@@ -106,41 +106,40 @@ def _labels(sweep: Sweep) -> str:
 
 
 def _options(sweep: Sweep, records: Sequence[Record]) -> str:
-    """The options that the sweep gives to every run, but for model and data."""
-    told_apart = {one["source"] for record in records for one in record.sources}
+    """The options that the sweep gives to every run, without model and data."""
+    sources = {one["source"] for record in records for one in record.sources}
     shown = []
     for name in sweep.options:
         values = [(one.run, one.option(name)) for one in records]
-        if name != "model" and not {value for _, value in values} <= told_apart:
+        if name != "model" and not {value for _, value in values} <= sources:
             shown.append(f"{name} = {_option(sweep, name, values)}")
     return ", ".join(shown)
 
 
 def _option(sweep: Sweep, name: str, values: Values) -> str | None:
-    """An option of all runs, as the sweep has it where they differ by {seed} alone."""
+    """An option of all runs; the sweep's text if values differ only by {seed}."""
     asked = str(sweep.options.get(name))
     if SEED in asked and all(
         value == asked.replace(SEED, str(run.seed)) for run, value in values
     ):
         return asked
-    return told(values, all_in="each run's config.json")
+    return as_text(values, all_in="each run's config.json")
 
 
 def _origin(sweep: Sweep, records: Sequence[Record]) -> list[str]:
-    """Model, data and their digests."""
     model = _option(sweep, "model", [(one.run, one.model) for one in records])
-    data = told([(record.run, record.data) for record in records])
+    data = as_text([(record.run, record.data) for record in records])
     digests = []
     for name in dict.fromkeys(name for one in records for name in one.digests):
-        shown = told([(one.run, _short(one.digests.get(name))) for one in records])
+        shown = as_text([(one.run, _short(one.digests.get(name))) for one in records])
         digests.append(f"{name} {shown}")
-    reference = told([(one.run, _short(one.fingerprint)) for one in records])
+    reference = as_text([(one.run, _short(one.fingerprint)) for one in records])
     return [
         f"Model: {model}." if model else "No config names a model.",
-        f"Data: {data}." if data else "No receipt of data (data.json) is there.",
+        f"Data: {data}." if data else "There is no receipt of the data (data.json).",
         f"SHA-256 of the data as read: {', '.join(digests)}."
         if digests
-        else "No snapshot with a digest of the data is there.",
+        else "There is no snapshot with a digest of the data.",
         f"Fingerprint of the reference: {reference}." if reference else "",
     ]
 
@@ -150,15 +149,14 @@ def _short(digest: str | None) -> str | None:
 
 
 def _versions(records: Sequence[Record]) -> list[str]:
-    """Software, its commit, and hardware."""
     names = dict.fromkeys(name for record in records for name in record.versions)
     shown = {
-        name: told([(one.run, one.versions.get(name)) for one in records])
+        name: as_text([(one.run, one.versions.get(name)) for one in records])
         for name in names
     }
     devices = shown.pop("devices", None)
     if not shown:
-        return ["No versions are recorded.", "Nor is the hardware."]
+        return ["No versions are recorded.", "The hardware is not recorded."]
     own = shown.pop("rlhf_jax", None) or "of an unknown version"
     known = {one.versions.get("rlhf_jax", "") for one in records}
     commit = ""
@@ -175,7 +173,6 @@ def _versions(records: Sequence[Record]) -> list[str]:
 
 
 def _time(records: Sequence[Record]) -> str:
-    """Hours of all runs."""
     timed = [record.seconds for record in records if record.seconds is not None]
     if not timed:
         return "No run has timings."

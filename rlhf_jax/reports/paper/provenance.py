@@ -1,7 +1,7 @@
-"""What the folders of runs say of themselves: models, data, versions, time.
+"""Where the numbers of runs come from: models, data, versions and time.
 
-Nothing is taken from the machine that this runs on. What a folder does not have is
-None, and is said to be missing.
+Every value is read from the run folders, and none from the present machine. A value
+that a folder lacks is None, and is reported as missing.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from rlhf_jax.runs.metrics import finite
 from rlhf_jax.runs.snapshots import resume
 from rlhf_jax.sweeps.planned import Planned
 
-MODELS = ("start.model", "model")  # of trainers, and of programs that name one
+MODELS = ("start.model", "model")  # options of trainers, and of other programs
 DIGEST = 12  # digits of a digest in a text; runs.csv has all
-FEW = 4  # values that a sentence tells one by one
-Values = Sequence[tuple[Planned, str | None]]  # of runs; None is not recorded
+FEW = 4  # values that a sentence lists
+Values = Sequence[tuple[Planned, str | None]]  # (run, value); None is not recorded
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What one run has left of how it came about."""
+    """The provenance of one run, from its folder."""
 
     run: Planned
-    options: Mapping[str, Any]  # by the names of config.json, "start.model"
+    options: Mapping[str, Any]  # by names as in config.json, "start.model"
     versions: Mapping[str, str]
-    sources: Sequence[Mapping[str, Any]]  # of data.json
+    sources: Sequence[Mapping[str, Any]]  # in data.json
     digests: Mapping[str, str]  # of the data, by stage and name
     fingerprint: str | None  # of the reference
     seconds: float | None  # of its steps
@@ -44,9 +44,10 @@ class Record:
         return str(named[0]) if named and named[0] is not None else None
 
     def option(self, name: str) -> str | None:
-        """An option as config.json has it, by the last parts of its name.
+        """Returns an option as in config.json, by the last parts of its name.
 
-        Of a choice with options of its own, which has parts there, as it was asked.
+        A choice with options of its own, which has several fields there, is returned as
+        the sweep wrote it.
         """
         known = [one for one in self.options if f".{one}".endswith(f".{name}")]
         if len(known) == 1:
@@ -57,7 +58,7 @@ class Record:
 
     @property
     def data(self) -> str | None:
-        """Its sources, with how many of their rows were used."""
+        """The sources of the data, each with the number of rows used."""
         shown = [
             f"{one['source']} ({one['name']}, {one['used']:,} of {one['read']:,} "
             f"{one['called']})"
@@ -66,7 +67,7 @@ class Record:
         return ", ".join(shown) or None
 
     def columns(self) -> dict[str, Any]:
-        """Its row of runs.csv."""
+        """Returns the run's row of runs.csv."""
         return {
             "cell": self.run.cell.name,
             "seed": self.run.seed,
@@ -80,7 +81,7 @@ class Record:
 
 
 def read(run: Planned) -> Record:
-    """The record of a run that is done."""
+    """Reads the record of a finished run."""
     config = _read(run.folder / folder.CONFIG, {"config?": {}, "versions?": {}})
     data = _read(run.folder / receipt.NAME, receipt.SHAPE)
     timed = metrics.read(run.folder / "timings.jsonl")
@@ -106,19 +107,17 @@ def read(run: Planned) -> Record:
 
 
 def _read(path: Path, shape: parsing.Shape) -> dict[str, Any]:
-    """An object of JSON; empty where there is none, as of a program of one's own."""
+    """A JSON object; empty if there is none, as for a user's own program."""
     with contextlib.suppress(InputError):
         return parsing.read_object(path, expected="", advice="", shape=shape)
     return {}
 
 
-def told(values: Values, *, all_in: str = "runs.csv") -> str | None:
-    """What runs have: one value, or each with the runs that have it.
+def as_text(values: Values, *, all_in: str = "runs.csv") -> str | None:
+    """Returns the value of all runs, or each value with the runs that have it.
 
-    More than FEW values are counted, and `all_in` names the file that has them.
-
-    Returns:
-      None where no run has any.
+    More than FEW values are only counted, and `all_in` names the file that lists them.
+    If no run has a value, the result is None.
     """
     groups: dict[str | None, list[Planned]] = {}
     for run, value in values:
@@ -137,7 +136,7 @@ def told(values: Values, *, all_in: str = "runs.csv") -> str | None:
 
 
 def _where(some: Sequence[Planned], runs: Sequence[Planned]) -> str:
-    """Which of the runs these are: all of some seeds, all of some cells, or a count."""
+    """Describes some of the runs: all of some seeds, all of some cells, or a count."""
     seeds = sorted({run.seed for run in some})
     cells = list(dict.fromkeys(run.cell.name for run in some))
     if len(some) == sum(run.seed in seeds for run in runs):
@@ -148,7 +147,7 @@ def _where(some: Sequence[Planned], runs: Sequence[Planned]) -> str:
 
 
 def table(records: Sequence[Record]) -> tuple[list[str], list[list[Any]]]:
-    """Header and rows of runs.csv: every run that is done, and where it comes from."""
+    """Returns header and rows of runs.csv: the provenance of every finished run."""
     rows = [record.columns() for record in records]
     header = list(dict.fromkeys(name for row in rows for name in row))
     return header, [[row.get(name) for name in header] for row in rows]

@@ -1,4 +1,4 @@
-"""Tables of a sweep: as CSV in full, as Markdown and LaTeX rounded by the intervals."""
+"""Tables of a sweep: CSV with every digit; Markdown and LaTeX rounded by intervals."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from rlhf_jax.sweeps.statistics import Interval
 INTERVALS = "mean over seeds ± half-width of its 95% Student's t interval"
 OPEN = "not enough seeds"
 NONE = "—"
-WIDE = 64  # characters, beyond which a table takes both columns of a page
-LONG = 28  # characters of a cell that is broken into lines
+WIDE = 64  # characters beyond which a table spans both columns of a page
+LONG = 28  # characters beyond which a cell is broken into lines
 
 
 class Table(NamedTuple):
-    """A table: what is shown, and the numbers behind it."""
+    """A table as shown, and its unrounded numbers."""
 
     name: str
     caption: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     raw_header: Sequence[str]
-    raw_rows: Sequence[Sequence[Any]]  # None is a number that there is not
-    num_labels: int  # columns of text, on the left
+    raw_rows: Sequence[Sequence[Any]]  # None is a missing number
+    num_labels: int  # number of text columns, on the left
 
     def csv(self) -> str:
-        """The numbers, to the last digit."""
+        """Returns the numbers with every digit."""
         return as_csv(self.raw_header, self.raw_rows)
 
     def markdown(self) -> str:
-        """The caption and the table."""
+        """Returns the caption and the table."""
         sides = [":--" if n < self.num_labels else "--:" for n in range(self._width)]
         lines = [self.header, sides, *self.rows]
         rows = [f"| {' | '.join(map(as_markdown, line))} |" for line in lines]
         return "\n".join([as_markdown(self.caption), "", *rows]) + "\n"
 
     def latex(self) -> str:
-        """A float with booktabs' rules, over both columns where it is wide."""
+        """Returns a float with booktabs' rules; a wide one spans both columns."""
         columns = [*zip(self.header, *self.rows, strict=True)]
         widths = [max(map(len, column)) for column in columns]
         kinds = ["l" if n < self.num_labels else "r" for n in range(self._width)]
@@ -77,14 +77,14 @@ class Table(NamedTuple):
 
 
 def as_csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """CSV with full precision; what is None is empty."""
+    """Returns CSV with full precision; None is an empty cell."""
     file = io.StringIO()
     csv.writer(file, lineterminator="\n").writerows([header, *rows])
     return file.getvalue()
 
 
 def rounded(value: float, interval: Interval | None) -> str:
-    """A mean with half of its interval, of which two digits are significant.
+    """Returns a mean ± half of its interval, which has two significant digits.
 
     >>> rounded(1.12841, Interval(0.81326, 1.44356)), rounded(1.12841, None)
     ('1.13 ± 0.32', '1.128')
@@ -95,24 +95,24 @@ def rounded(value: float, interval: Interval | None) -> str:
     digits = 1 - math.floor(math.log10(half))
     if digits > 9:
         return f"{value:.4g} ± {half:.2g}"
-    places = max(digits, 0)  # and + 0.0, as -0.0 is 0
+    places = max(digits, 0)  # adding 0.0 turns -0.0 into 0.0
     mean, half = (round(one, digits) + 0.0 for one in (value, half))
     return f"{mean:.{places}f} ± {half:.{places}f}"
 
 
 def axes(sweep: Sweep) -> list[str]:
-    """The names of the grid's axes, as short as they may be."""
+    """Returns the names of the grid's axes, shortened where unambiguous."""
     names = [name for name, _ in sweep.cells[0].values]
     return [short(name, among=names) for name in names] or ["run"]
 
 
 def labels(cell: Cell) -> list[str]:
-    """What a cell has on each axis."""
+    """Returns a cell's value on each axis."""
     return [word(value) for _, value in cell.values] or ["all"]
 
 
 def all_tables(sweep: Sweep, of: Results, *, note: str) -> list[Table]:
-    """Every table; `note` says of a partial sweep what is missing."""
+    """Makes every table; `note` is added to the captions of a partial sweep."""
     tables = [_means(sweep, of, note=note)]
     if len(sweep.cells) > 1:
         tables.append(_differences(sweep, of, note=note))
@@ -122,7 +122,7 @@ def all_tables(sweep: Sweep, of: Results, *, note: str) -> list[Table]:
 
 
 def values(sweep: Sweep, of: Results) -> str:
-    """CSV of every number: cell, seed, measure, value."""
+    """Returns every number as CSV: cell, seed, measure, value."""
     return as_csv(
         [*axes(sweep), "seed", "measure", "value"],
         [
@@ -135,7 +135,7 @@ def values(sweep: Sweep, of: Results) -> str:
 
 
 def needed(answered: Answered) -> str:
-    """Seeds that an open claim needs; a dash of one that is answered."""
+    """Returns the seeds that an open claim needs; a dash if it is answered."""
     if answered.answer != OPEN:
         return NONE
     if answered.interval is None:
@@ -212,7 +212,7 @@ def _claims(of: Results, *, note: str) -> Table:
         f"Claims. A difference is the side claimed to be larger minus the other one, "
         f"paired by seed: {INTERVALS}. A claim is answered where the interval excludes "
         f"0. For open claims the last column has the number of seeds whose interval "
-        f"would exclude it at the mean and spread seen.{note}"
+        f"would exclude it at the present mean and spread.{note}"
     )
     return Table(
         "claims",
@@ -240,5 +240,5 @@ def _shown(numbers: Numbers) -> str:
 
 
 def as_markdown(text: str) -> str:
-    """Text on one line, which Markdown shows as it is."""
+    """Returns text on one line, escaped for Markdown."""
     return re.sub(r"([|<*`\\])", r"\\\1", " ".join(text.split()))

@@ -1,4 +1,4 @@
-"""The folder that a paper includes: which may be written, and all that is in it."""
+"""Writes the folder that a paper includes, after checking that it may."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ MARK = "<!-- written by rlhf-jax paper -->"
 
 
 def check(out: Path) -> None:
-    """Checks that a folder may be written."""
+    """Checks that a folder is missing, empty, or that of an earlier paper.
+
+    Raises:
+      InputError: it has other contents, or cannot be read.
+    """
     try:
         names = sorted(path.name for path in out.iterdir())
         got = ", ".join(names[:4])
@@ -39,10 +43,10 @@ def check(out: Path) -> None:
 def write(
     out: Path, sweep: Sweep, runs: Sequence[Planned], of: Results, *, width: float
 ) -> list[str]:
-    """Writes everything, of one run or more, over the files of an earlier paper.
+    """Writes all files, over those of an earlier paper; needs one finished run.
 
     Returns:
-      Files of tables/ and figures/ that this sweep does not make: an earlier one's.
+      Files in tables/ and figures/ that this sweep did not write, from an earlier one.
     """
     records = [provenance.read(run) for run in runs if run.done]
     note, left = methods.missing(runs)
@@ -66,7 +70,7 @@ def write(
         }
     files |= {f"figures/{one.name}.tex": one.latex() for one in drawn}
     files["example.tex"] = _example([one for one in files if one.endswith(".tex")])
-    files = {"README.md": _readme(note + left)} | files  # first: it marks the folder
+    files = {"README.md": _readme(note + left)} | files  # first, to mark the folder
     with write_errors.writing(out):
         for place in (out / "tables", out / "figures"):
             place.mkdir(parents=True, exist_ok=True)
@@ -77,8 +81,8 @@ def write(
     files |= {
         f"figures/{one.name}.{kind}": "" for one in drawn for kind in figures.METADATA
     }
-    there = [*(out / "tables").iterdir(), *(out / "figures").iterdir()]
-    return sorted({str(path.relative_to(out)) for path in there} - {*files})
+    present = [*(out / "tables").iterdir(), *(out / "figures").iterdir()]
+    return sorted({str(path.relative_to(out)) for path in present} - {*files})
 
 
 def _example(inputs: Sequence[str]) -> str:
@@ -99,7 +103,7 @@ def _readme(note: str) -> str:
 - `tables/NAME.tex`, `.md`: tables, rounded by their intervals; `.csv` has every digit
 - `tables/values.csv`, `tables/runs.csv`: every number by seed; where runs come from
 - `figures/NAME.pdf`, `.svg`, `.tex`: figures of a column's width; floats with captions
-- `methods.tex`, `.md`: how the numbers came about, as the run folders tell it
+- `methods.tex`, `.md`: how the numbers were produced, as read from the run folders
 - `references.bib`: the methods of these runs, and the software
 - `example.tex`: a document with all of it
 

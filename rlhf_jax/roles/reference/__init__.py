@@ -1,1 +1,1 @@
-"""The frozen reference: its storage, its fingerprint, its life."""
+"""The frozen reference: its storage, its fingerprint, its lifecycle."""

@@ -1,4 +1,4 @@
-"""How far trained parameters are from the reference's."""
+"""Distance of trained parameters from those of the reference."""
 
 from __future__ import annotations
 
@@ -20,15 +20,19 @@ Params = Any
 def weight_drift(params: Params, reference: Params) -> dict[str, Any]:
     """Weight drift Σ_p ‖θ_p - ref_p‖₂ over tensors p, and relative to their size.
 
-    A stacked leaf (one under "layers") is L tensors, one a layer, as in a checkpoint.
+    A stacked leaf (under "layers") counts as L tensors, one per layer, as in a
+    checkpoint.
 
     Returns:
       "absolute" f32[]: the sum; "relative" f32[]: the sum / Σ_p ‖ref_p‖₂;
       "global_norm" f32[]: ‖θ - ref‖₂ / ‖ref‖₂ of all tensors as one vector. "modules"
-      {path: {...}} of each leaf, f32[L] where it is stacked, else f32[]: "absolute"
-      ‖θ_p - ref_p‖₂, "size" ‖ref_p‖₂, and "relative", their ratio, which is inf where
-      a tensor of zeros has moved. Absolute is in the parameters' own unit, the others
-      are shares.
+      {path: {...}} for each leaf, f32[L] if it is stacked, else f32[]: "absolute"
+      ‖θ_p - ref_p‖₂, "size" ‖ref_p‖₂, and "relative", their ratio, which is inf if a
+      tensor of zeros has moved. Absolute is in the parameters' own unit, the others
+      are dimensionless.
+
+    Raises:
+      ValueError: the trees differ in structure.
     """
     anchors, structure = jax.tree.flatten(reference, is_leaf=leaves.is_stored)
     if jax.tree.structure(params) != structure:
@@ -41,14 +45,13 @@ def weight_drift(params: Params, reference: Params) -> dict[str, Any]:
         paths(params), jax.tree.leaves(params), anchors, strict=True
     ):
         stacked = "layers" in path.split("/")
-        # int8 or host leaves are read one at a time: the reference is never unpacked
-        # whole.
+        # int8 or host leaves are read one at a time, never the whole reference.
         anchor = leaves.read(anchor).astype(jnp.float32)
         moved = _norm(leaf.astype(jnp.float32) - anchor, stacked=stacked)
         size = _norm(anchor, stacked=stacked)
         modules[path] = {
             "absolute": moved,
-            # A tensor of zeros that has not moved is 0/0.
+            # A tensor of zeros that has not moved would be 0/0.
             "relative": jnp.where(moved == 0, 0.0, moved / size),
             "size": size,
         }
@@ -72,11 +75,12 @@ def of_policy(
     lora: LoRA | None,
     of_adapters: bool = False,
 ) -> dict[str, Any]:
-    """`weight_drift` of a policy, whose adapters are merged with their base.
+    """`weight_drift` of a policy; adapters are merged with their base first.
 
     Args:
-      base: under the adapters; None of a policy without.
-      of_adapters: the reference is adapters over the base too, as where it moves.
+      base: the model under the adapters; None without adapters.
+      of_adapters: whether the reference too is adapters over the base, as it is if it
+        moves.
     """
     anchor = reference.stored
     if base is None or lora is None:
@@ -88,7 +92,7 @@ def of_policy(
 
 
 def stats(drift: dict[str, Any]) -> masked.Stats:
-    """The two figures of `weight_drift` to log, shares of the reference's size."""
+    """The metrics of `weight_drift`, relative to the reference's size."""
     return {
         f"drift/{name}": (drift[name], jnp.ones_like(drift[name]))
         for name in ("relative", "global_norm")

@@ -1,10 +1,10 @@
-"""A fingerprint of parameters: one digest a leaf, and a root over them.
+"""A fingerprint of parameters: one digest per leaf, and a root over them.
 
-The digest of a leaf is computed on the devices that hold it: every element's bits are
-mixed with its global index and the results summed modulo 2^32, twice with different
-seeds. The sum does not depend on order, so the digest is exact under any sharding, and
-only the sums travel between devices. The seeds are hashed from the leaf's path, shape
-and dtype. It guards against accidents, not against an adversary.
+The digest of a leaf is computed on its devices: every element's bits are mixed with its
+global index and the results summed modulo 2^32, twice with different seeds. The sum
+does not depend on order, so the digest is exact under any sharding, and devices
+exchange only sums. The seeds are hashed from the leaf's path, shape and dtype. A
+fingerprint guards against accidents, not against an adversary.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def fingerprint(params: Params) -> Fingerprint:
 
     Equal trees have equal fingerprints. A changed bit, shape, dtype or path changes the
     leaf's digest and the root (one in 2^64 random changes of several elements goes
-    unseen; a change of a single element never does).
+    unnoticed; a change of a single element never does).
     """
     return named(params, digests(params))
 
 
 def named(params: Params, pairs: Array) -> Fingerprint:
-    """The fingerprint of digests taken before."""
+    """The fingerprint from digests that were computed before."""
     return of_leaves(
         {
             path: in_hex(pair)
@@ -52,7 +52,7 @@ def named(params: Params, pairs: Array) -> Fingerprint:
 
 
 def of_leaves(by_path: dict[str, str]) -> Fingerprint:
-    """The fingerprint with these digests, each in hex; the root is hashed over them."""
+    """The fingerprint from {path: digest in hex}; the root is a hash over them."""
     # Sorted, so that the root does not depend on the order of a dictionary.
     listing = "\n".join(f"{path} {by_path[path]}" for path in sorted(by_path))
     return Fingerprint(
@@ -61,15 +61,15 @@ def of_leaves(by_path: dict[str, str]) -> Fingerprint:
 
 
 def in_hex(pair: Any) -> str:
-    """A digest, u32[2], as it stands in a `Fingerprint`."""
+    """A digest, u32[2], in the form of a `Fingerprint`."""
     first, second = pair
     return f"{first:08x}{second:08x}"
 
 
 def paths(params: Params) -> list[str]:
-    """The path of every leaf, as in "layers/mlp/up/kernel".
+    """The path of every leaf, such as "layers/mlp/up/kernel".
 
-    Which memory a leaf is in is not part of it, as its devices are not.
+    It does not depend on the memory or devices of a leaf.
     """
     placed = jax.tree.map(
         lambda leaf: leaf.held if isinstance(leaf, leaves.OnHost) else leaf,
@@ -86,45 +86,39 @@ def digests(params: Params) -> Array:
     """Digests of every leaf; pure, so jittable.
 
     Args:
-      params: pytree of arrays of 1, 2, 4 or 8 bytes an element.
+      params: pytree of arrays with elements of 1, 2, 4 or 8 bytes.
 
     Returns:
       u32[N, 2], a row for every leaf in the order of `paths`.
     """
-    arrays = [jnp.asarray(leaf) for leaf in jax.tree.leaves(params)]
-    return jnp.stack(
-        [
-            digest(leaf, path=path)
-            for path, leaf in zip(paths(params), arrays, strict=True)
-        ]
-    )
+    by_path = zip(paths(params), jax.tree.leaves(params), strict=True)
+    return jnp.stack([digest(jnp.asarray(leaf), path=path) for path, leaf in by_path])
 
 
 def digest(leaf: Array, *, path: str) -> Array:
-    """u32[2], the row of `digests` for the leaf that stands at `path`."""
-    # Seeds from the identity: equal bits under another path or shape have another
-    # digest.
+    """u32[2], the row of `digests` for the leaf at `path`."""
+    # Seeded by identity: equal bits with another path or shape have another digest.
     identity = f"{path}|{leaf.shape}|{leaf.dtype}".encode()
     seeds = np.frombuffer(hashlib.sha256(identity).digest()[:8], np.uint32)
     if jax.typeof(leaf).memory_space != jax.memory.Space.Device:
         leaf = jax.device_put(leaf, jax.memory.Space.Device)  # otherwise a copy
-    # A scan, of one step, is one fused program even outside `jit`, where every
-    # operation would otherwise write a whole leaf; its body is compiled once, by name.
+    # A scan of one step is one fused program even outside `jit`, where every operation
+    # would otherwise write a whole leaf; its body is compiled once per shape.
     return jax.lax.scan(_words, leaf, jnp.asarray(seeds)[None])[1][0]
 
 
 def _words(leaf: Array, seeds: Array) -> tuple[Array, Array]:
-    """Σ mix(bits ^ place) mod 2^32 of both seeds, in one pass over the leaf.
+    """Σ mix(bits ^ place) mod 2^32 for both seeds, in one pass over the leaf.
 
-    place mixes a seed with every index in turn.
+    `place` mixes a seed with the index along each axis in turn.
     """
     bits = _as_uint32(leaf)
     places = [jnp.full(bits.shape, seed, jnp.uint32) for seed in (seeds[0], seeds[1])]
     for axis in range(bits.ndim):  # by axis: a flat index could pass 2^32
         index = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
         places = [_mix(place ^ index) for place in places]
-    # One reduction of both: XLA fuses the arithmetic into it, where for a `sum` on CPU
-    # it first writes the bits of the whole leaf, at 20 times the cost.
+    # One reduction of both: XLA fuses the arithmetic into it. For a `sum` on CPU it
+    # would first write the bits of the whole leaf, at 20 times the cost.
     zero = jnp.uint32(0)
     sums = jax.lax.reduce(
         tuple(_mix(bits ^ place) for place in places),

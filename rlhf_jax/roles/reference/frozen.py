@@ -1,28 +1,28 @@
 """Parameters that nothing moves: the reference and the reward model.
 
 A `Frozen` is made by copying, is always an argument (a closure would bake it into the
-program), is never donated, and is read under `stop_gradient`. Digests of its parameters
-stand beside them, as arrays: a static field would retrace every program at a reset.
+program), is never donated, and is read under `stop_gradient`. It has digests of its
+parameters, as arrays: static fields would retrace every program at a reset.
 
-`FrozenModels` are those of an iteration, as its programs take them: one argument. Each
-`Further` is a reference beside the first one, with a name, a weight and its own KL:
+`FrozenModels` is the one argument for all frozen models of an iteration. Each `Further`
+is a reference besides the first one, with a name, a weight and its own KL:
 
     J(π) = E[r] - β·(KL(π ‖ π_ref) + Σ_i w_i·KL(π ‖ π_i))
     π*   ∝ (π_ref·Π_i π_i^{w_i})^{1/W}·exp(r/(β·W)),  W = 1 + Σ_i w_i
 
-The first reference is the one whose weight is 1: lifecycles move it, controllers of β
-read its KL, and weight drift is measured to it. The others stay what they were.
+The first reference has weight 1: lifecycles move it, controllers of β read its KL, and
+weight drift is measured to it. The others never change.
 
 Source: Aminian et al. 2025, arXiv:2502.01203, section 5.
 
 A role that trains adapters of a frozen base runs with both (`adapted_params`):
 
-    trained                              base     run with
-    parameters                           None     themselves
+    trained                              base     parameters of a forward pass
+    parameters                           None     the trained ones
     adapters A, B                        W        W beside A, B
     {"trunk": A, B, "score": s}          W        {"trunk": W beside A, B, "score": s}
 
-Policy, critic and reward model may share one base, which is also the reference.
+Policy, critic and reward model may share one base, which may also be the reference.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from rlhf_jax.roles.reference import fingerprint, storage
 
 Array = jax.Array
 Params = Any
-TAKEN = ("k3", "coef", "exact")  # objective/kl_NAME is another metric there
+TAKEN = ("k3", "coef", "exact")  # names for which objective/kl_NAME is another metric
 
 
 class ReferenceMovedError(StopError):
@@ -56,11 +56,11 @@ class ReferenceMovedError(StopError):
 class Frozen:
     """A forward-only model. A pytree: pass it to `jit` as an argument."""
 
-    stored: Params  # as `storage.store` made it; forward passes take `read`
+    stored: Params  # from `storage.store`; `read` it for forward passes
     source_digests: Array  # u32[N, 2], of the parameters that were frozen
-    stored_digests: Array  # u32[N, 2], of `stored`; as above unless the dtype differs
+    stored_digests: Array  # u32[N, 2], of `stored`; the same unless the dtype differs
     model: ModelConfig | None = flax.struct.field(pytree_node=False, default=None)
-    """Its shape; None is that of the policy."""
+    """The shape of the model; None is that of the policy."""
 
 
 def freeze(
@@ -76,13 +76,13 @@ def freeze(
 
     Args:
       params: pytree of arrays; may be donated or overwritten afterwards.
-      dtype, embeddings, memory, sharding: of the copy, as `storage.store` takes them.
-      model: the shape of a model that reads the policy's tokens and has another shape;
-        None is the policy's.
+      dtype, embeddings, memory, sharding: of the copy, as in `storage.store`.
+      model: the shape of the model, which must read the policy's tokens; None is the
+        policy's.
 
     Raises:
-      InputError: there is nothing to freeze, or the dtype, memory or sharding cannot
-        be had; names the leaf.
+      InputError: the tree is empty, or `storage.store` rejects an argument; names the
+        leaf.
     """
     if not jax.tree.leaves(params):
         raise InputError(
@@ -93,8 +93,8 @@ def freeze(
     )
     return Frozen(
         stored=stored,
-        # Of both: the source's tells whether the policy starts as this reference, the
-        # stored form's whether anything has written to it.
+        # The source's digests tell whether the policy starts as this reference, those
+        # of the stored form whether anything has written to it.
         source_digests=fingerprint.digests(params),
         stored_digests=fingerprint.digests(stored),
         model=model,
@@ -102,36 +102,36 @@ def freeze(
 
 
 def shape_of(frozen: Frozen, *, policy: ModelConfig) -> ModelConfig:
-    """The shape to run a frozen model with: its own, or the policy's."""
+    """The shape of a frozen model: its own, or the policy's."""
     return policy if frozen.model is None else frozen.model
 
 
 def read(frozen: Frozen) -> Params:
     """The parameters for a forward pass; no gradient flows into them."""
-    # On the parameters, before any arithmetic: no path through the model has a
-    # gradient, and XLA keeps nothing for one.
+    # On the parameters, before any arithmetic: the model has no gradient, and XLA keeps
+    # no residuals for one.
     return jax.lax.stop_gradient(frozen.stored)
 
 
 def beside(
     frozen: Frozen, batch: Any, *, put: Callable[[Any, Any], Any] = jax.device_put
 ) -> Any:
-    """The batch on the devices of a frozen model, to be read by it there.
+    """Copies a batch to the devices of a frozen model; asynchronous.
 
-    Explicit and asynchronous. A reference on the CPU, or on devices of its own:
+    For a reference on the CPU, or on devices of its own:
 
         score = jax.jit(sharding.on(frozen.mesh_of(reference), score))
         copy = frozen.beside(reference, rollout)
-        ref_logprobs = score(reference, rollout=copy)       runs beside
+        ref_logprobs = score(reference, rollout=copy)       runs beside the policy
         ref_logprobs = jax.device_put(ref_logprobs, rollout.old_logprobs.sharding)
 
     Args:
-      put: (array, sharding) -> array; that of `devices/moving.py` where the devices of
-        both belong to several processes.
+      put: (array, sharding) -> array; `devices.moving.move` if the devices belong to
+        several processes.
 
     Returns:
-      The batch there, its rows over the row axes of a mesh; itself where it is on
-      that mesh already.
+      The batch, with rows over the row axes of a mesh; arrays that are on this mesh
+      already are returned as they are.
     """
     sharding = jax.tree.leaves(frozen.stored)[0].sharding
 
@@ -140,7 +140,7 @@ def beside(
             return put(leaf, sharding.with_memory_kind("device"))
         if isinstance(leaf, Array):
             now = leaf.sharding
-            # Already there: a copy would be work for nothing.
+            # Already on the mesh: no copy is needed.
             if isinstance(now, NamedSharding) and now.mesh == sharding.mesh:
                 return leaf
         spec = PartitionSpec()
@@ -153,7 +153,7 @@ def beside(
 
 
 def mesh_of(frozen: Frozen) -> Mesh | None:
-    """The mesh that a frozen model lies on; None for one device."""
+    """The mesh of a frozen model; None for one device."""
     sharding = jax.tree.leaves(frozen.stored)[0].sharding
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return None
@@ -161,14 +161,14 @@ def mesh_of(frozen: Frozen) -> Mesh | None:
 
 
 def fingerprint_of(frozen: Frozen) -> fingerprint.Fingerprint:
-    """The fingerprint recorded when the model was frozen, of its stored form."""
+    """The fingerprint of the stored form, recorded when the model was frozen."""
     return fingerprint.named(frozen.stored, frozen.stored_digests)
 
 
 def source_fingerprint_of(frozen: Frozen) -> fingerprint.Fingerprint:
     """The fingerprint of the parameters that were frozen, before they were stored.
 
-    What was frozen of a stored model, whose leaves have no path here, is numbered.
+    Leaves are numbered if they had another structure, as those of a stored model.
     """
     tree = jax.tree.map(lambda leaf: 0, frozen.stored, is_leaf=leaves.is_stored)
     count = len(frozen.source_digests)
@@ -178,7 +178,7 @@ def source_fingerprint_of(frozen: Frozen) -> fingerprint.Fingerprint:
 
 
 def verify(frozen: Frozen) -> None:
-    """Computes the digests again and compares them with those taken at freezing.
+    """Computes the digests again and compares them with those recorded at freezing.
 
     Raises:
       ReferenceMovedError: they differ; names the leaves.
@@ -201,7 +201,7 @@ def verify(frozen: Frozen) -> None:
 
 
 def verify_all(models: Mapping[str, Frozen]) -> None:
-    """`verify` of several models, whose name its ReferenceMovedError begins with."""
+    """Calls `verify` on several models; a ReferenceMovedError begins with the name."""
     for name, model in models.items():
         try:
             verify(model)
@@ -211,9 +211,9 @@ def verify_all(models: Mapping[str, Frozen]) -> None:
 
 @flax.struct.dataclass
 class Further:
-    """One reference beside the first, as programs take it: {name: Further}."""
+    """One reference besides the first; programs take {name: Further}."""
 
-    frozen: Frozen | None  # None where its log-probs are at hand and suffice
+    frozen: Frozen | None  # None if its log-probs are given and suffice
     logprobs: Array | None = None  # f32[B, S], nats; None computes them
     weight: float = flax.struct.field(pytree_node=False, default=1.0)
     """w, dimensionless: its KL coefficient is w·β. At 0 its KL is only measured."""
@@ -223,7 +223,7 @@ References = Mapping[str, Further]
 
 
 def check_further(name: str, *, weight: float) -> None:
-    """Raises InputError for a name or a weight that a reference cannot have."""
+    """Raises InputError for an invalid name or weight of a further reference."""
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name in TAKEN:
         raise InputError(
             f"expected a name of letters, digits, _, - and ., and none of "
@@ -233,27 +233,26 @@ def check_further(name: str, *, weight: float) -> None:
     checks.within(
         least=0,
         advice="a negative one would push the policy away from the reference without "
-        "bound, and 0 measures its KL alone",
+        "bound, and 0 only measures its KL",
         **{f"weight of reference {name}": weight},
     )
 
 
 @flax.struct.dataclass
 class FrozenModels:
-    """What an iteration reads and nothing trains; a pytree.
+    """The models that an iteration reads and never trains; a pytree.
 
     It is an argument of every program and never donated, and no gradient reaches it.
-    Each function reads what it needs of it: sampling the base, the loss the reference
-    too.
+    Each function reads the part that it needs: sampling reads the base, the loss also
+    the reference.
     """
 
-    # π_ref of the KL and of a mixture that is sampled, or the teacher. It is read where
-    # a program runs it: where no `ReferenceOutput` is passed, and for exact KL. None
-    # takes no KL, unless there is such an output; the head alone suffices where that
-    # has hidden states.
+    # π_ref of the KL and of a sampled mixture, or the teacher. Programs run it if no
+    # `ReferenceOutput` is passed, and for exact KL. None computes no KL, unless such an
+    # output is passed; if that has hidden states, only the head is read.
     reference: Frozen | None = None
-    base: Frozen | None = None  # what adapters adapt, with `recipe.lora`
-    # References beside the first by name, with their log-probs where those ran before.
+    base: Frozen | None = None  # the model that adapters adapt, with `recipe.lora`
+    # References besides the first, by name, with their log-probs if computed before.
     further: References = flax.struct.field(default_factory=dict)
 
 
@@ -273,6 +272,5 @@ def adapted_params(
             f"parameters are adapters of a frozen base. Give both, or neither to train "
             f"every parameter"
         )
-    # The base under stop_gradient, the adapters not: gradients have the adapters'
-    # shapes.
+    # Only the base is under stop_gradient: gradients have the adapters' shapes.
     return attach(read(base), trained, lora=lora)

@@ -1,11 +1,11 @@
-"""How a reference lives: frozen for the run, or replaced or mixed every N steps.
+"""The lifecycle of a reference: frozen for the run, or replaced or mixed every N steps.
 
     step              0   1   2   3   4   5   6   7      Reset(every=4), kl_every = 2
-    KL is taken       x       x       x       x
+    measures the KL   x       x       x       x
     reset after                   x               x
 
-The decision is plain Python on the step number: nothing is read off a device. What a
-reference holds changes only here; `run.Stage` refuses every other change.
+The decision is plain Python on the step number: nothing is read off a device. A
+reference changes only here; `run.Stage` rejects every other change.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Mix:
 
 @dataclasses.dataclass(frozen=True)
 class Lifecycle:
-    """By default the reference is frozen for the run and run at every step."""
+    """How the reference moves, and how often its KL is measured; by default frozen."""
 
     move: Reset | Mix | None = None
     """How the reference moves: reset,every=N replaces it by the policy every N steps,
@@ -71,29 +71,29 @@ class Lifecycle:
 
     @property
     def moves(self) -> bool:
-        """True if the reference does not stay what it was at the start."""
+        """Whether the reference moves during the run."""
         return self.move is not None
 
     @property
     def mixes(self) -> bool:
-        """True if the policy is mixed into the reference.
+        """Whether the policy is mixed into the reference.
 
-        Adapters cannot be: a mixture of A₁B₁ and A₂B₂ is not the product of the
-        mixtures. A reset is fine.
+        Adapters cannot be mixed: a mixture of A₁B₁ and A₂B₂ is not the product of the
+        mixtures. They can be reset.
         """
         return isinstance(self.move, Mix)
 
     def takes_kl(self, step: int) -> bool:
-        """True if step `step`, from 0, takes the KL and so runs the reference."""
+        """Whether step `step`, from 0, measures the KL, and so runs the reference."""
         return step % self.kl_every == 0
 
     def due(self, step: int) -> bool:
-        """True if the reference moves after step `step`, from 0."""
-        # Steps done: `every=4` first acts after the fourth step, numbered 3.
+        """Whether the reference moves after step `step`, from 0."""
+        # `every=4` first acts after the fourth step, numbered 3.
         return self.move is not None and (step + 1) % self.move.every == 0
 
     def refuse_another_shape(self, model: ModelConfig | None) -> None:
-        """InputError if this moves a reference that has a shape of its own."""
+        """Raises InputError if a reference with a shape of its own would move."""
         if model is not None:
             expect_none(
                 "where the reference is of another shape than the policy",
@@ -102,16 +102,16 @@ class Lifecycle:
             )
 
 
-FROZEN = Lifecycle()  # for the run, and run at every step
+FROZEN = Lifecycle()  # never moves, and measures the KL at every step
 
 
 def after_step(
     frozen: Frozen, params: Params, *, step: int, lifecycle: Lifecycle
 ) -> Frozen:
-    """The reference after step `step`, from 0; itself where nothing is due.
+    """The reference after step `step`, from 0; the same object if it does not move.
 
     Args:
-      params: the policy after the step; copied, so it may be donated to the next.
+      params: the policy after the step; copied, so it may be donated to the next step.
     """
     if not lifecycle.due(step):
         return frozen
@@ -125,22 +125,22 @@ def after_step(
 def within_program(
     frozen: Frozen, params: Params, *, step: Array, lifecycle: Lifecycle
 ) -> Frozen:
-    """`after_step` for a step that is traced: an EMA reference in a scan of iterations.
+    """`after_step` for a traced step: an EMA reference in a scan of iterations.
 
         state, stats, _ = ppo.iteration(state, frozen=FrozenModels(reference), ...)
         reference = within_program(reference, state.policy, step=step, lifecycle=moves)
 
     Args:
       step: i32[], from 0; both branches are compiled, and one of them runs.
-      the others: those of `after_step`, whose bits these are, up to how a compiler
-        rounds a mixture.
+      frozen, params, lifecycle: as in `after_step`. The result has the same bits, up to
+        how a compiler rounds a mixture.
 
     Source: Zhang and Ba 2026, arXiv:2602.04417: π_ema with θ_ema ← η·θ_ema + (1 − η)·θ,
     `Mix(every=N, rate=1 − η)`.
     """
     if lifecycle.move is None:
         return frozen
-    # The last step of a period is due, whatever the step.
+    # `after_step` then moves the reference: the last step of a period is always due.
     due = lifecycle.move.every - 1
     return jax.lax.cond(
         (step + 1) % lifecycle.move.every == 0,
@@ -150,7 +150,7 @@ def within_program(
 
 
 def reset(frozen: Frozen, params: Params) -> Frozen:
-    """ref <- policy, stored as the reference was: a copy with digests of its own.
+    """ref <- policy, stored as the reference was: a copy with its own digests.
 
     Source: Gorbatovski et al. 2024, arXiv:2404.09656, section 3 (hard update).
     """
@@ -167,7 +167,7 @@ def reset(frozen: Frozen, params: Params) -> Frozen:
 
 
 def mix(frozen: Frozen, params: Params, *, rate: checks.Scalar) -> Frozen:
-    """ref <- rate·policy + (1 - rate)·ref, taken in float32, stored as it was.
+    """ref <- rate·policy + (1 - rate)·ref, computed in float32, stored as ref was.
 
     Pure, so an exponential moving average of the policy is one line of a program:
 
@@ -180,16 +180,16 @@ def mix(frozen: Frozen, params: Params, *, rate: checks.Scalar) -> Frozen:
     Raises:
       InputError: rate is outside of 0 to 1, or params are not of the reference's model.
 
-    What is stored is what the next mixture reads. In bfloat16 a step below 1/256 of a
-    parameter rounds to none, in int8 one below half a step of its scale: with a small
-    rate such a reference stands still, where one in float32 follows.
+    The next mixture reads the stored values. In bfloat16 a step below 1/256 of a
+    parameter is rounded away, in int8 one below half a step of its scale: with a small
+    rate such a reference does not move, and one in float32 does.
 
     Source: Gorbatovski et al. 2024, arXiv:2404.09656, section 3 (soft update).
     """
     checks.fraction(rate=rate)
     stored_leaves, structure = _stored_leaves(frozen, params)
     stored, digests = [], []
-    # A leaf at a time: a mixture in float32 of the whole model is never held.
+    # A leaf at a time: the whole model is never in memory in float32.
     for path, old, leaf in zip(
         fingerprint.paths(params), stored_leaves, jax.tree.leaves(params), strict=True
     ):
@@ -214,7 +214,7 @@ def _mixed(anchor: Array, leaf: Array, *, rate: checks.Scalar) -> Array:
 
 
 def _stored_leaves(frozen: Frozen, params: Params) -> tuple[list[Any], Any]:
-    """The leaves of a reference as they are stored, one for each of `params`."""
+    """The stored leaves of a reference, one for each leaf of `params`."""
     stored_leaves, structure = jax.tree.flatten(frozen.stored, is_leaf=leaves.is_stored)
     if jax.tree.structure(params) != structure:
         raise InputError(

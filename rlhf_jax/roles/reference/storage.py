@@ -1,16 +1,16 @@
 """How frozen parameters are stored: in which dtype, which memory, on which devices.
 
-| way | asked for by |
+| storage | arguments |
 |---|---|
-| copy | nothing: the source's dtype and sharding |
+| copy | none: the source's dtype and sharding |
 | half | dtype bfloat16 or float16 |
 | int8, weight-only | dtype int8; `embeddings` may keep tables in a float dtype |
 | pinned host memory | memory "pinned_host": each layer is read when its turn comes |
 | own sharding, own devices, the CPU | sharding |
 
-Every way is a copy, is read by the decoder through `leaves`, and goes with the others.
-int8 is our own ten lines and not qwix, which replaces operations inside a module's
-call: here a leaf is a plain pytree that the scan slices and the host streams.
+Every storage is a copy, the decoder reads it through `leaves`, and all of them combine.
+int8 does not use qwix, which replaces operations inside a module's call: here a leaf is
+a plain pytree that the scan slices and the host streams.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "int8": {"dtype": "int8"},
     "int8-bf16": {"dtype": "int8", "embeddings": "bfloat16"},
     "host": {"memory": "pinned_host"},
-    # Not tables in int8: the TPU compiler of jax 0.10 cannot fetch those from the host.
+    # No int8 tables: the TPU compiler of jax 0.10 cannot fetch them from the host.
     "host-int8": {"dtype": "int8", "embeddings": "bfloat16", "memory": "pinned_host"},
 }
-"""Storages by a short name, as options of `store`."""
+"""Options of `store`, by short names of storages."""
 
 
 def store(
@@ -53,32 +53,29 @@ def store(
     memory: Memory | None = None,
     sharding: Any = None,
 ) -> Params:
-    """A copy that shares no buffer with `params`.
+    """Copies parameters into a storage that shares no buffer with them.
 
     `jnp.asarray`, `astype` to the same dtype and `device_put` to the same sharding all
     alias, and an alias dies when the original is donated; an explicit copy does not.
-    Leaves are copied one at a time: what is bound for the host or for other devices
-    takes the room of one leaf where `params` are.
+    Leaves are copied one at a time, so that a copy for the host or for other devices
+    takes the space of one leaf on the devices of `params`.
 
     Args:
-      params: pytree of arrays (NumPy or JAX), a decoder's or {"trunk", "score"}; or
-        what an earlier `store` made.
+      params: pytree of arrays (NumPy or JAX) of a decoder, or {"trunk", "score"}; or
+        the result of an earlier `store`.
       dtype: of the copy's floating-point leaves; None keeps each leaf's own. int8 is
-        for matrices: symmetric, a scale for every output channel (for every row of an
-        embedding or an output head); norms, biases and a scalar head are float32.
-      embeddings: dtype of embeddings and output head where `dtype` is int8; None is
-        int8 too.
-      vectors: dtype of norms, biases and scalar heads where `dtype` is another float;
-        None is `dtype`.
+        for matrices: symmetric, with a scale for every output channel (for every row of
+        an embedding or an output head); norms, biases and a scalar head are float32.
+      embeddings: dtype of embeddings and output head if `dtype` is int8; None is int8.
+      vectors: dtype of norms, biases and scalar heads; None follows `dtype`.
       memory: "pinned_host" keeps the copy in the host's memory, "device" on the
-        device; None keeps each leaf's.
+        device; None keeps each leaf's memory.
       sharding: a Sharding, or a tree of them that is a prefix of `params`, for the
-        copy; None keeps each leaf's.
+        copy; None keeps each leaf's sharding.
 
     Raises:
-      InputError: a dtype that is not among these, int8 without a matrix, `embeddings`
-        without int8, a memory that the devices lack, or a sharding that does not fit;
-        names the leaf.
+      InputError: an unknown dtype, int8 without a matrix, `embeddings` without int8, a
+        memory that the devices lack, or a sharding that does not fit; names the leaf.
     """
     dtype = None if dtype is None else _dtype("dtype", dtype, among=(*FLOATS, "int8"))
     checks.one_of(memory=memory, among=(None, *get_args(Memory)))
@@ -116,20 +113,20 @@ def store(
 
 
 def check_embeddings(embeddings: Any, *, dtype: Any) -> None:
-    """InputError for a dtype of the embeddings beside another than int8."""
+    """Raises InputError for a dtype of embeddings if `dtype` is not int8."""
     if embeddings is not None and dtype != "int8":
         raise InputError(
-            f"embeddings: expected None where dtype is {dtype}, got {embeddings}; they "
-            f"have a dtype of their own beside int8 only"
+            f"embeddings: expected None where dtype is {dtype}, got {embeddings}; only "
+            f"int8 takes another dtype for embeddings"
         )
 
 
 def copy_as(leaf: Array, *, like: Any) -> Any:
-    """A copy of a leaf in the dtype, the memory and the place of another."""
+    """Copies a leaf with the dtype, memory and sharding of another."""
     if isinstance(like, OnHost):
         return OnHost(copy_as(leaf, like=like.held))
     if isinstance(like, Int8):
-        # Axes of one element share a scale in any case.
+        # The axes that share a scale have size 1 in `scales`.
         shared = tuple(i for i, size in enumerate(like.scales.shape) if size == 1)
         copied = quantise(leaf, axis=shared)
     else:
@@ -138,10 +135,10 @@ def copy_as(leaf: Array, *, like: Any) -> Any:
 
 
 def place_as(leaf: Array, like: Array) -> Array:
-    """A leaf where another is, the same bits.
+    """Moves a leaf to the devices and memory of another; the bits stay the same.
 
-    One that is tied to no device stays so: `jit` compiles again for a tied one. While
-    `jit` traces, the compiler knows the devices, and only the memory is the leaf's own.
+    A leaf stays uncommitted if `like` is, as `jit` would compile again for a committed
+    one. While `jit` traces, the compiler knows the devices, and only the memory is set.
     """
     if isinstance(like, Tracer):
         # A sharding cannot be read off a tracer.
@@ -154,17 +151,17 @@ def quantise(x: Array, *, axis: int | tuple[int, ...]) -> Int8:
 
     Args:
       x: floats[...].
-      axis: what shares a scale: a matrix's inputs, a row's columns.
+      axis: axes that share a scale: the inputs of a matrix, or the columns of a row.
 
     Returns:
-      Int8; |values · scales - x| <= scale / 2. A scale of zeros is 0.
+      Int8; |values · scales - x| <= scale / 2. The scale of zeros is 0.
 
     Source: Dettmers et al. 2022, arXiv:2208.07339, section 2 (absmax, vector-wise).
     """
     # Scales in the source's 16 bits would add their own rounding to every value.
     x = x.astype(jnp.float32)
     scales = jnp.max(jnp.abs(x), axis=axis, keepdims=True) / 127.0
-    # A channel of zeros has scale 0, and its values are 0 by any divisor.
+    # A channel of zeros has scale 0, and any divisor leaves its values at 0.
     values = jnp.round(x / jnp.where(scales > 0, scales, 1.0))
     return Int8(values=values.astype(jnp.int8), scales=scales)
 
@@ -175,7 +172,7 @@ def nbytes(params: Params) -> int:
 
 
 def check_memory(device: Any) -> None:
-    """InputError, with what there is, unless the device can hold pinned_host."""
+    """Raises InputError if the device lacks pinned_host; lists the memories it has."""
     kinds = [memory.kind for memory in device.addressable_memories()]
     if "pinned_host" not in kinds:
         raise InputError(
@@ -195,20 +192,20 @@ def _dtype(name: str, dtype: Any, *, among: tuple[str, ...]) -> Any:
 
 
 def _matrix_axis(path: Any, leaf: Any) -> int | None:
-    """The axis of a matrix that shares a scale; None for what is no matrix."""
+    """The axis of a matrix that shares a scale; None for other leaves."""
     names = [jax.tree_util.keystr((entry,), simple=True) for entry in path]
     if "embed" in names or "head" in names:
         return -1
     # Kernels [L, in, out], or [L, E, in, out] of experts, share a scale along their
-    # inputs; tables along their columns. A router's near ties are told by few digits,
-    # and taps of a convolution are few and no matrix.
+    # inputs; tables along their columns. A router needs its precision for near ties,
+    # and the taps of a convolution are few and no matrix.
     vector = len(leaf.shape) < 3 or "bias" in names or "router" in names
     vector = vector or names[-1].endswith("_taps")
     return None if vector or "layers" not in names else -2
 
 
 def _cast(path: Any, leaf: Any, *, dtype: Any, embeddings: Any, vectors: Any) -> Any:
-    """A copy in the dtype asked for, where the leaf is."""
+    """Copies a leaf into the requested dtype, on its own devices."""
     axis = _matrix_axis(path, leaf)
     if axis is None and vectors is not None:
         dtype = vectors
@@ -262,7 +259,7 @@ def _place(name: str, copied: Any, place: Sharding) -> Any:
 
 
 def _of_scales(place: Sharding, scales: Array) -> Sharding:
-    """Where an Int8's scales belong: the axis of one is on every device."""
+    """Sharding of an Int8's scales: an axis of size 1 is replicated."""
     if not isinstance(place, NamedSharding):
         return place
     spec = zip(scales.shape, place.spec, strict=False)  # a spec may be shorter
@@ -272,7 +269,7 @@ def _of_scales(place: Sharding, scales: Array) -> Sharding:
 
 def _to_host(copied: Any) -> OnHost:
     for array in jax.tree.leaves(copied):
-        if not isinstance(array, Tracer):  # then the compiler says so
+        if not isinstance(array, Tracer):  # for a tracer, the compiler reports it
             for device in array.sharding.device_set:
                 check_memory(device)
     return OnHost(jax.device_put(copied, jax.memory.Space.Host))

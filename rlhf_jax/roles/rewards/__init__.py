@@ -1,6 +1,6 @@
-"""What a response is worth: reward models, functions of text, verifiers.
+"""Rewards: reward models, functions of text, verifiers.
 
-Names are loaded on first use: processes that verify load `verifiers` without JAX.
+Names are loaded on first use: verification processes load `verifiers` without JAX.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def __getattr__(name: str) -> Any:
     for module in (scores, text):
         if hasattr(module, name):
             return getattr(module, name)
-    # Of runs with several reward models, or with one.
+    # Imported only by runs with several reward models, or with one.
     if name in ("combine", "ensemble"):
         from rlhf_jax.roles.rewards import ensembles
 

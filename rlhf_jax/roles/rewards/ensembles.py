@@ -1,15 +1,15 @@
-"""Reward ensembles: several rewards of one response as one, and how far they differ.
+"""Reward ensembles: combine several rewards of a response, and measure disagreement.
 
-    combine      r_1 ... r_M of each response -> what is maximised
-    mean         mean(r)
-    minimum      min(r), the worst case
+    combine          reward of a response, from r_1 ... r_M of the members
+    mean             mean(r)
+    minimum          min(r), the worst case
     mean_minus_std   mean(r) - c·std(r)
     entropic         -τ·log mean(exp(-r/τ)), between the minimum and the mean
 
-Where the members agree only on the data that they learned from, a policy that leaves it
-finds responses that one of them overrates. The minimum, and a charge for disagreement,
-pay less for those. Members must have one scale: give each mean 0 and the same standard
-deviation on the same samples (`rewards.normalise`, `rlhf-jax reward-model`).
+Members agree on their training data. A policy that leaves it finds responses that one
+of them overrates; the minimum, or a penalty for disagreement, rewards these less.
+Members must have one scale: give each mean 0 and the same standard deviation on the
+same samples (`rewards.normalise`, `rlhf-jax reward-model`).
 """
 
 from __future__ import annotations
@@ -35,29 +35,33 @@ def combine(
     std_coef: float | None = None,
     risk: float | None = None,
 ) -> Scores:
-    """The scores of M members as one score per response.
+    """Combines the scores of M members into one score per response.
 
     Args:
       scores: f32[B] each, reward units, of at least two members.
-      std_coef: c of mean_minus_std alone, dimensionless, None is 1; the standard
-        deviation is over the members, of ddof 0.
-      risk: τ of entropic alone, reward units, above 0, None is 1: the less, the nearer
-        to the minimum. It is min over weights w of the members of
+      std_coef: c of mean_minus_std, dimensionless; None is 1. The standard deviation is
+        over the members, with ddof 0.
+      risk: τ of entropic, reward units, > 0; None is 1. Smaller is nearer to the
+        minimum: entropic is the minimum over weights w of the members of
         Σ w·r + τ·KL(w ‖ equal weights).
 
     Returns:
-      Scores, whose parts are "member_0", ..., reward units, and "disagreement", the
-      standard deviation over the members of each response, reward units.
+      Scores, with the parts "member_0", ..., reward units, and "disagreement", the
+      standard deviation over the members for each response, reward units.
+
+    Raises:
+      InputError: fewer than two members, an unknown `how`, or an option that it does
+        not read.
 
     Source: Coste et al. 2024, arXiv:2310.02743, section 3: mean and minimum (worst
-    case); where their third subtracts a variance, this subtracts a standard deviation.
-    entropic: Hahami et al. 2026, arXiv:2606.09073, whose τ is β of the KL penalty.
+    case); their third subtracts a variance instead of a standard deviation. entropic:
+    Hahami et al. 2026, arXiv:2606.09073, whose τ is β of the KL penalty.
     """
     _check(len(scores), how=how, std_coef=std_coef, risk=risk)
     checks.same_shape(**{f"member_{i}": member for i, member in enumerate(scores)})
     members = jnp.stack([jnp.asarray(member, jnp.float32) for member in scores])
     mean = members.mean(axis=0)
-    # Around the first: equal members disagree by 0, however their mean is rounded.
+    # Relative to the first: equal members disagree by 0, however the mean is rounded.
     apart = members - members[:1]
     spread = jnp.sqrt(jnp.mean(jnp.square(apart - apart.mean(axis=0)[None]), axis=0))
     match how:
@@ -69,8 +73,8 @@ def combine(
             std_coef = 1.0 if std_coef is None else std_coef
             total = mean - std_coef * spread
         case "entropic":
-            # Over the least member: no exponential overflows, and where τ is large
-            # nothing is rounded at the size of τ.
+            # Relative to the least member: no exponential overflows, and with a large τ
+            # nothing is rounded at the scale of τ.
             risk = 1.0 if risk is None else risk
             least = members.min(axis=0)
             above = jnp.expm1((least[None] - members) / risk).mean(axis=0)
@@ -86,13 +90,13 @@ def ensemble(
     std_coef: float | None = None,
     risk: float | None = None,
 ) -> jax.tree_util.Partial:
-    """Several rewards as one: `combine` of what each says of a rollout.
+    """Several rewards as one: `combine` of their scores of a rollout.
 
-    A pytree of the members, as `weighted` is: pass it to `jit` as an argument where all
-    of them are pytrees (`from_model`, each with a `Frozen` of its own).
+    A pytree of the members, like `weighted`: pass it to `jit` as an argument if all of
+    them are pytrees (`from_model`, each with its own `Frozen`).
 
     Args:
-      members: rewards, at least two; of a member that returns `Scores` the total.
+      members: rewards, at least two; the total of a member that returns `Scores`.
     """
     _check(len(members), how=how, std_coef=std_coef, risk=risk)
     options = _Ensemble(how, std_coef, risk)
@@ -119,7 +123,7 @@ def _check(
 
 @dataclasses.dataclass(frozen=True)
 class _Ensemble:
-    """Hashable by its options, so that equal ensembles share one program."""
+    """The call of an ensemble; hashable, so that equal ones share one program."""
 
     how: Combine
     std_coef: float | None

@@ -24,10 +24,10 @@ Params = Any
 
 
 def init(key: Array, trunk: Params, *, model: ModelConfig) -> Params:
-    """Reward-model parameters: a copy of a decoder's trunk under a fresh head.
+    """Reward-model parameters: a copy of a decoder's trunk and a new head.
 
     Args:
-      trunk: the decoder's parameters, usually after SFT; a head is not read.
+      trunk: the decoder's parameters, usually after SFT; its head is not read.
     """
     trained = {name: trunk[name] for name in ("embed", "layers", "final_norm")}
     return {
@@ -37,10 +37,10 @@ def init(key: Array, trunk: Params, *, model: ModelConfig) -> Params:
 
 
 def from_base(key: Array, *, model: ModelConfig, lora: LoRA) -> Params:
-    """Reward-model parameters over a base: adapters that change nothing, a fresh head.
+    """Reward-model parameters over a base: adapters, with B = 0, and a new head.
 
     Returns:
-      {"trunk": adapters, "score": ...}, to be run with its base (`adapted_params`).
+      {"trunk": adapters, "score": ...}, to be run with the base (`adapted_params`).
     """
     trunk_key, score_key = jax.random.split(key)
     return {
@@ -60,13 +60,15 @@ def sequence_scores(
     """score(x, y) = head(hidden state of the last token that is not padding).
 
     Args:
-      packing: how the model reads these rows packed, made of them with a column more,
-        so that the state after the last token has one (`Form.ends`); None reads them
-        padded.
+      packing: of these rows with one more column, so that the state after the last
+        token is read too (`Form.ends`); None runs on padded rows.
+
+    Returns:
+      f32[B], reward units.
 
     Source: Stiennon et al. 2020, arXiv:2009.01325, section 3.4.
     """
-    # i32[B], found from the right: responses end at different columns.
+    # i32[B], searched from the right: responses end at different columns.
     last = tokens.shape[1] - 1 - jnp.argmax(mask[:, ::-1], axis=1)
     if packing is not None:
         wider, known = (jnp.pad(x, ((0, 0), (0, 1))) for x in (tokens, mask))
@@ -77,12 +79,12 @@ def sequence_scores(
     hidden = decoder.hidden_states(
         params["trunk"], model=model, tokens=tokens, mask=mask
     )
-    if axes.cut_of(tokens.shape[0]) is not None:  # the last token is on one device
+    if axes.cut_of(tokens.shape[0]) is not None:  # devices share the columns of a row
         of_all = axes.per_token(
             functools.partial(decoder.scores, params["score"]), hidden
         )
         return jnp.take_along_axis(of_all, last[:, None], axis=1)[:, 0]
-    # [B, D]: the head runs on one state per row, not on all S.
+    # [B, D]: the head reads one state per row, not all S.
     final = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
     return decoder.scores(params["score"], final)
 
@@ -96,18 +98,18 @@ def from_model(
 ) -> jax.tree_util.Partial:
     """A frozen reward model as `reward(rollout)`: a callable that is a pytree.
 
-    Pass it to `jit` as an argument; its parameters then are arguments too. A second
-    argument, `SizedPacking`, lets it read the rollout packed (`sequence_scores`).
+    Pass it to `jit` as an argument, so that its parameters are arguments too. With a
+    second argument, a `SizedPacking`, it runs on packed rows (`sequence_scores`).
 
     Args:
-      reference: of its parameters, or of adapters and score over `base`.
+      reference: its frozen parameters, or adapters and score over `base`.
     """
     return jax.tree_util.Partial(_Scores(model, lora), reference, base)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Scores:
-    """Hashable by its options, so that equal reward models share one program."""
+    """The call of a reward model; hashable, so that equal ones share one program."""
 
     model: ModelConfig
     lora: LoRA | None

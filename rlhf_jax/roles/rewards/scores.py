@@ -1,19 +1,19 @@
-"""Rewards: anything that maps a rollout to one score a response.
+"""Rewards: functions from a rollout to one score per response.
 
     reward(rollout) -> f32[B], reward units, or Scores
 
 A trained reward model, a JAX function of tokens and a Python function of decoded texts
-all have this shape, so that swapping one for another is one line. The first two are
+all have this form, so that swapping one for another is one line. The first two are
 pytrees or plain functions and run inside `jit`; `TextReward` runs on the host between
-two programs. `weighted` adds several up and names them in the metrics:
+two programs. `weighted` sums several rewards and names them in the metrics:
 
     reward = rewards.weighted({"correct": (1.0, verified), "liked": (0.5, modelled)})
     scores = rewards.scores_of(reward(rollout))     Scores, whatever the reward returns
     stats |= rewards.part_stats(scores)             reward/correct, reward/liked
 
-`normalise` gives a model scores of mean 0 and standard deviation 1 once; the moments of
-all scores so far are `RunningMoments`. What they divide, clipping, a charge for length
-and what a missing stop costs act on the total (`algorithms/flow/shaping.py`).
+`normalise` gives a model scores of mean 0 and standard deviation 1 once;
+`RunningMoments` are the moments of all scores so far. `algorithms/flow/shaping.py`
+scales the total by them, clips it, and adds penalties for length and missing stops.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ Params = Any
 Combine = Literal[
     "mean", "minimum", "mean_minus_std", "entropic"
 ]  # of `ensembles.combine`
-# What a response without a score does: see `Scores.left_out`, scores 0, ends the run.
+# A response without a score is left out (`Scores.left_out`), scores 0, or ends the run.
 OnFailure = Literal["leave_out", "zero", "stop"]
 
 
 @flax.struct.dataclass
 class Scores:
-    """What a reward says of a batch, and what that is made of."""
+    """The scores of a batch, and their parts."""
 
-    total: Array  # f32[B], reward units, one a response; what is maximised
-    # f32[B] each, in units of their own, by their names in the metrics.
+    total: Array  # f32[B], reward units, one per response; what is maximised
+    # {name in the metrics: f32[B]}, in units of their own.
     parts: dict[str, Array] = flax.struct.field(default_factory=dict)
-    # f32[B, S], reward units, of episodes of several turns: the rewards of the turns
-    # before the last, each at its turn's last sampled token, else 0. They are part of
-    # `total`, whose rest lands at the episode's last token. None: one turn.
+    # f32[B, S], reward units, for episodes of several turns: the rewards of turns
+    # before the last, at the last sampled token of the turn, else 0. They are part of
+    # `total`, whose rest is given at the episode's last token. None: one turn.
     turns: Array | None = None
-    # bool[B, S], the last sampled token of every turn, the last turn's too. None where
-    # nobody says: a turn that observes nothing ends where the next one begins.
+    # bool[B, S], True at the last sampled token of every turn, also the last turn. None
+    # if unknown: tokens do not show where a turn without an observation ends.
     turn_ends: Array | None = None
-    # bool[B], responses without a score: what was to give one failed, or their episode
+    # bool[B], True for responses without a score: scoring failed, or their episode
     # never began. They are in no loss, baseline, group or mean. None: all have scores.
     left_out: Array | None = None
-    # Names and weights of the parts that `total` is the sum of; () where it is one.
+    # (name, weight) of the parts that `total` is the sum of; () if it is no such sum.
     weights: tuple[tuple[str, float], ...] = flax.struct.field(
         pytree_node=False, default=()
     )
@@ -67,11 +67,14 @@ Reward = Callable[[Any], Array | Scores]  # of `Responses`
 
 
 def scores_of(returned: Array | Scores, *, rows: int | None = None) -> Scores:
-    """What any reward returned, as a record: bare numbers have no parts.
+    """Converts the result of any reward to `Scores`; a bare array has no parts.
+
+    Args:
+      rows: B, to check; None checks no number of rows.
 
     Raises:
-      InputError: they are not one number a row, turns are not [B, S], or `left_out` is
-        not one bool a row.
+      InputError: the total is not one number per row, turns or their ends are not
+        [B, S], or `left_out` is not one bool per row.
     """
     scores = returned if isinstance(returned, Scores) else Scores(total=returned)
     total, turns, left_out = scores.total, scores.turns, scores.left_out
@@ -106,8 +109,8 @@ def scores_of(returned: Array | Scores, *, rows: int | None = None) -> Scores:
 def part_stats(scores: Scores) -> masked.Stats:
     """{"reward/NAME": (sum, weight)}, the mean of each part over the responses.
 
-    That of a part NAME with a part "NAME/left_out" is over the responses that NAME has
-    scored. `reward/left_out`: share of responses without a score.
+    With a part "NAME/left_out", the mean of NAME is over the responses that NAME has
+    scored. `reward/left_out` is the share of responses without a score.
     """
     parts = dict(scores.parts)
     if scores.left_out is not None:
@@ -125,21 +128,19 @@ def part_stats(scores: Scores) -> masked.Stats:
 
 
 def weighted(parts: Mapping[str, tuple[float, Reward]]) -> jax.tree_util.Partial:
-    """Σ_k w_k · reward_k, as a reward whose parts are named.
+    """Σ_k w_k · reward_k, as a reward with named parts.
 
-    A pytree of the rewards in it: pass it to `jit` as an argument where all of them are
-    pytrees (`from_model`, or a function in a `jax.tree_util.Partial`), close over it
-    where all run inside `jit`, and call it between two programs where one of them runs
-    on the host.
+    A pytree of its rewards: pass it to `jit` as an argument if all of them are pytrees
+    (`from_model`, or a function in a `jax.tree_util.Partial`), close over it if all run
+    inside `jit`, and call it between two programs if one of them runs on the host.
 
     Args:
-      parts: {name: (weight, reward)}; with weight 0.0 a part is logged and counts
-        nothing.
+      parts: {name: (weight, reward)}; a part with weight 0.0 is only logged.
 
     Returns:
-      rollout -> Scores. `parts` are the rewards as they come, before their weights;
-      those of a part are named for it, as in "correct/failed". A response that a reward
-      with a weight leaves out is left out.
+      rollout -> Scores. `parts` are the rewards before weighting; parts of a part have
+      its name in front, as in "correct/failed". A response that a reward with a nonzero
+      weight leaves out is left out.
 
     Raises:
       InputError: there are no parts, or a weight is not finite.
@@ -154,7 +155,7 @@ def weighted(parts: Mapping[str, tuple[float, Reward]]) -> jax.tree_util.Partial
 
 @dataclasses.dataclass(frozen=True)
 class _WeightedSum:
-    """Hashable by its weights, so that equal sums share one program."""
+    """The call of a weighted sum; hashable, so that equal ones share one program."""
 
     weights: tuple[tuple[str, float], ...]
 
@@ -165,7 +166,7 @@ class _WeightedSum:
             for (name, _), reward in zip(self.weights, rewards, strict=True)
         }
         checks.same_shape(**{name: scores.total for name, scores in scored.items()})
-        # A weight of 0 leaves out what is not finite, too.
+        # Skips weights of 0, as 0 times a score that is not finite is NaN.
         total = sum(
             (weight * scored[name].total for name, weight in self.weights if weight),
             start=jnp.zeros_like(next(iter(scored.values())).total),
@@ -175,7 +176,7 @@ class _WeightedSum:
             for name, weight in self.weights
             if weight and (turns := scored[name].turns) is not None
         ]
-        # Of all that say so: a turn of one reward is a turn of the episode.
+        # A turn that ends for one reward ends for the episode.
         ends = [s.turn_ends for s in scored.values() if s.turn_ends is not None]
         parts: dict[str, Array] = {}
         for name, scores in scored.items():
@@ -201,22 +202,22 @@ class _WeightedSum:
 def normalise(
     params: Params, *, scores: Array, mean: float = 0.0, std: float | None = 1.0
 ) -> Params:
-    """Folds gain and bias into the head so that `scores` get the mean and std given.
+    """Folds a gain and a bias into the head that give `scores` a mean and a std.
 
     Args:
-      scores: f32[N], what this model says of samples of the reference (OAI), or of
-        demonstrations, whose mean alone is moved (N+).
-      mean: wanted, reward units.
-      std: wanted, reward units; None keeps the spread and moves the bias alone.
+      scores: f32[N], this model's scores of samples of the reference (OAI), or of
+        demonstrations, for which only the mean is moved (N+).
+      mean: target, reward units.
+      std: target, reward units; None keeps the spread and changes only the bias.
 
     Returns:
       The parameters with another head; the trunk is shared, not copied.
 
     Raises:
-      InputError: the scores are not finite, or do not vary, so that no gain can help.
+      InputError: the scores are not finite, or with `std` do not vary.
 
-    Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.1; the bias alone is Huang
-    et al. 2024, arXiv:2403.17031.
+    Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.1; only the bias, Huang et
+    al. 2024, arXiv:2403.17031.
     """
     head = params["score"]
     if std is None:
@@ -240,7 +241,7 @@ def normalise(
 
 
 def _mean_and_std(scores: Array) -> tuple[Array, Array]:
-    """Of equal scores the number itself, and 0."""
+    """Mean and standard deviation; exact for equal scores."""
     scores = jnp.asarray(scores, jnp.float32)
     everything = jnp.ones(scores.shape, bool)
     variance = masked.masked_var(scores, mask=everything)
@@ -249,13 +250,13 @@ def _mean_and_std(scores: Array) -> tuple[Array, Array]:
 
 @flax.struct.dataclass
 class RunningMoments:
-    """Mean and variance of every score seen so far. Part of every snapshot.
+    """Mean and variance of all scores so far. Part of every snapshot.
 
-    Steps smaller than a digit of float32 would be lost: each has a rest of its own,
-    what its rounding left out so far (Kahan's compensated sum).
+    Updates below the precision of float32 would be lost: each moment has a rest, the
+    sum of its rounding errors so far (Kahan's compensated sum).
     """
 
-    count: Array  # f32[], scores
+    count: Array  # f32[], number of scores
     mean: Array  # f32[], reward units
     mean_rest: Array  # f32[], reward units, to be added to the mean
     variance: Array  # f32[], reward units²
@@ -263,19 +264,19 @@ class RunningMoments:
 
 
 def no_moments() -> RunningMoments:
-    """Nothing seen yet; a function, since a shared array would die by donation."""
+    """Moments of no scores; a function, as donation would destroy a shared array."""
     return RunningMoments(*(jnp.zeros((), jnp.float32) for _ in range(5)))
 
 
 def update_moments(
     moments: RunningMoments, scores: Array, *, row_mask: Array | None = None
 ) -> RunningMoments:
-    """Moments of the scores seen before and of these together.
+    """The moments of earlier scores and of these together.
 
     Args:
-      scores: f32[B], reward units; those that are not finite are left out, since a NaN
-        would stay for the rest of the run.
-      row_mask: bool[B], scores that count; None keeps all.
+      scores: f32[B], reward units; non-finite scores are left out, since a NaN would
+        stay for the rest of the run.
+      row_mask: bool[B], scores that count; None counts all.
 
     Source: Chan, Golub & LeVeque 1979, the pairwise update; the exact error of a sum is
     Knuth, The Art of Computer Programming, volume 2, section 4.2.2.
@@ -287,7 +288,7 @@ def update_moments(
     count = moments.count + size
     share = size / jnp.maximum(count, 1.0)
     centre, rest, _ = masked.centred(scores, mask=finite)
-    # Large parts first, rests after: the digits that the rests hold survive.
+    # Subtracts large parts first and rests after, which keeps the digits of the rests.
     delta = (centre - moments.mean) + (rest - moments.mean_rest)
     excess = masked.masked_var(scores, mask=finite) - moments.variance
     mean, mean_rest = _sum_in_two(moments.mean, moments.mean_rest + share * delta)
@@ -306,7 +307,7 @@ def update_moments(
 
 
 def _sum_in_two(left: Array, right: Array) -> tuple[Array, Array]:
-    """left + right as rounded, and what the rounding has left out."""
+    """left + right in float32, and its rounding error."""
     total = left + right
     of_right = total - left
     return total, (left - (total - of_right)) + (right - of_right)

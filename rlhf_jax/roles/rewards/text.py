@@ -2,9 +2,9 @@
 
 rollout ─read─> prompts, responses, rows ─function─> one number per response
 
-The function gets copies: what it does to its lists and rows changes nothing elsewhere.
-It runs in this process, so what ends the process at once (`os._exit`, a crash of C
-code) ends the run too; `verification/pool.py` runs verifiers in other processes.
+The function gets copies: its changes to lists and rows have no effect elsewhere. It
+runs in this process, so `os._exit` or a crash of C code ends the run too;
+`verification/pool.py` runs verifiers in other processes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rlhf_jax.roles.rewards.transcripts import Decode, Prompt, Responses
 HostArray = np.ndarray[Any, Any]
 Row = Mapping[str, Any]  # one row of the user's data, every field of it
 SHOWN = 300  # characters of a text in a message
-SHOWN_VALUE = 80  # characters of what a function returned
-# A prompt is a list of messages where the row holds one, and else a text.
+SHOWN_VALUE = 80  # characters of a returned value in a message
+# A prompt is a list of messages if the row has one, else a text.
 TextFunction = Callable[[list[Any], list[str], list[Row]], Sequence[float]]
 
 
@@ -39,25 +39,25 @@ class Texts:
 
     @property
     def lists(self) -> tuple[list[Prompt], list[str], list[Row]]:
-        """What a function of texts takes."""
+        """The arguments of a function of texts."""
         return self.prompts, self.responses, self.rows
 
     def only(self, place: int) -> Texts:
-        """One response of them."""
+        """The record of one response."""
         at = slice(place, place + 1)
         return Texts(
             self.prompts[at], self.responses[at], self.rows[at], self.index[at]
         )
 
     def show(self, place: int) -> str:
-        """Which prompt it is, for a message."""
+        """Describes a prompt, for an error message."""
         where = f"row {int(self.index[place])} of the data"
         prompt = self.prompts[place]
         text = prompt if isinstance(prompt, str) else prompt[-1].get("content", "")
         return f"prompt {_cut(str(text))} ({where})"
 
     def show_both(self, place: int) -> str:
-        """Which prompt and response."""
+        """Describes a prompt and its response, for an error message."""
         return f"{self.show(place)} and response {_cut(self.responses[place])}"
 
 
@@ -68,14 +68,14 @@ def read(
     rows: Sequence[Row],
     prompts: Sequence[Prompt] | None = None,
 ) -> Texts:
-    """The texts of a rollout, without padding, and the rows they belong to.
+    """The texts of a rollout, without padding, and the data rows that they belong to.
 
-    The response of an episode of several turns is its `transcript`, observations marked
-    as such.
+    The response of an episode of several turns is its `transcript`, with observations
+    marked.
 
     Args:
-      prompts: the prompts of these rows as they were written: texts, or
-        messages; None decodes their tokens.
+      prompts: the prompts as they were written, texts or messages, by row of the data
+        set; None decodes their tokens.
     """
     texts = transcripts.texts(rollout, decode=decode, prompts=prompts)
     index = np.asarray(rollout.index)
@@ -93,20 +93,20 @@ class TextReward:
 
     TAKES: ClassVar = ("prompts", "responses", "rows")  # arguments of the function
 
-    # (prompts, responses, rows) -> one number per response; the three lists have one
-    # entry per response, rows hold every field of the user's data, and all are copies.
+    # (prompts, responses, rows) -> one number per response. The three lists have one
+    # entry per response, rows have every field of the user's data, and all are copies.
     function: TextFunction
-    decode: Decode  # token ids -> text, as `transcripts.texts` takes it
+    decode: Decode  # token ids -> text, as in `transcripts.texts`
     rows: Sequence[Row]  # the data set that `rollout.index` points into
     called: str = "the reward function"  # in messages, as "--judge my_judges:score"
     prompts: Sequence[Prompt] | None = None  # as written; None decodes their tokens
 
     def __call__(self, rollout: Responses) -> HostArray:
-        """f32[B].
+        """Scores a rollout, f32[B].
 
         Raises:
-          InputError: the function raised, and it names the prompt; or it did not return
-            B finite numbers, and it names the first entry that is none.
+          InputError: the function raised (names the prompt), or did not return B finite
+            numbers (names the first bad entry).
           StopError: the function called `sys.exit`.
         """
         texts = read(rollout, decode=self.decode, rows=self.rows, prompts=self.prompts)
@@ -116,7 +116,7 @@ class TextReward:
         return _Returned(self.called, texts).scores(returned)
 
     def _call(self, texts: Texts) -> tuple[Any, BaseException | None]:
-        """What the function returned of copies, and what it raised."""
+        """Calls the function on copies; returns its result, and its error if any."""
         rows = [copy.deepcopy(row) for row in texts.rows]  # one by one: none is shared
         try:
             prompts = copy.deepcopy(texts.prompts)
@@ -125,7 +125,7 @@ class TextReward:
             return None, error
 
     def _refuse(self, texts: Texts, error: BaseException) -> NoReturn:
-        # One at a time, to find which prompt it was.
+        # Calls the function on one response at a time to find the prompt.
         for i in range(len(texts.prompts)):
             _, single = self._call(texts.only(i))
             if single is not None:
@@ -136,7 +136,7 @@ class TextReward:
 
 
 def _failure(called: str, error: BaseException, where: str) -> Exception:
-    """What to raise for an error of the function's; its cause is that error."""
+    """The exception to raise for an error of the function, which is its cause."""
     if isinstance(error, SystemExit):
         failure: Exception = StopError(
             f"{called} called sys.exit({_shown(error.code)}) {where}; return a "
@@ -153,13 +153,13 @@ def _failure(called: str, error: BaseException, where: str) -> Exception:
 
 @dataclasses.dataclass(frozen=True)
 class _Returned:
-    """What a function returned of some texts, as scores or as a message."""
+    """Reads what a function returned for some texts, or says what is wrong with it."""
 
     called: str
     texts: Texts
 
     def scores(self, returned: Any) -> HostArray:
-        """f32[B]; InputError where it is not B finite numbers."""
+        """f32[B]; raises InputError unless it is B finite numbers."""
         size, kind = len(self.texts.prompts), type(returned).__name__
         array, entries = None, None
         try:
@@ -167,7 +167,7 @@ class _Returned:
                 array = np.asarray(returned)
             elif hasattr(returned, "__len__") and not isinstance(returned, _NO_LISTS):
                 entries = list(returned)
-        except Exception as error:  # whatever an object of the user's raises
+        except Exception as error:  # a user's object may raise anything
             self._refuse(f"{kind}, which cannot be read: {_named(error)}")
         if array is not None:
             if not array.ndim:
@@ -179,7 +179,7 @@ class _Returned:
             self._refuse("None" if returned is None else f"{_shown(returned)} ({kind})")
         if len(entries) != size:
             self._refuse(f"{len(entries)}" if len(entries) else "an empty list")
-        with np.errstate(over="ignore"):  # too large is inf, which is named below
+        with np.errstate(over="ignore"):  # overflow is inf, which is reported below
             if array is not None and array.dtype.kind in "biuf":
                 scores = array.astype(np.float32)
             else:
@@ -206,7 +206,7 @@ class _Returned:
                     return float(entry)
             except OverflowError:
                 return float("inf")
-            except Exception as error:  # whatever an object of the user's raises
+            except Exception as error:  # a user's object may raise anything
                 why = "" if isinstance(error, TypeError) else f" ({_named(error)})"
         raise InputError(
             f"expected {self.called} to return a number for every response, got {got} "
@@ -222,7 +222,7 @@ class _Returned:
         )
 
 
-# They have a length or a float, and are not what was meant.
+# Types with a length, or convertible to float, that are surely a mistake.
 _NO_LISTS = (str, bytes, Mapping, Set)
 _NO_NUMBERS = (str, bytes, np.complexfloating)
 

@@ -1,12 +1,12 @@
-"""Rows of a rollout as text: the prompt, and what follows it in order.
+"""Rows of a rollout as text: the prompt, and the tokens that follow it in order.
 
     prompt      Guess a number from 1 to 8.
     response    4⟦higher⟧6⟦right⟧
 
-Of one turn the response is the text of its sampled tokens. Between and after turns,
-what the policy read stands in brackets, so that nobody takes it for its own words. The
-policy can write such brackets itself: they mark observations for a reader, and are no
-proof of one for a reward. The tokens' masks are.
+With one turn the response is the text of its sampled tokens. With several turns,
+observations between and after them are in brackets, to set them apart from the policy's
+own text. A policy can write such brackets itself: they mark observations for a reader,
+and only the tokens' masks prove them to a reward.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ HostArray = np.ndarray[Any, Any]
 Array = jax.Array
 Decode = Callable[[list[int]], str]
 Prompt = str | list[dict[str, Any]]  # plain text, or the messages of a conversation
-OPEN, CLOSE = "⟦", "⟧"  # around what was observed
+OPEN, CLOSE = "⟦", "⟧"  # around observations
 
 
 class Responses(Protocol):
-    """What is read of `batch.Rollout`."""
+    """The part of `batch.Rollout` that rewards read."""
 
     @property
     def tokens(self) -> Array:
@@ -34,12 +34,12 @@ class Responses(Protocol):
 
     @property
     def mask(self) -> Array:
-        """bool[B, S], not padding."""
+        """bool[B, S], True at tokens."""
         ...
 
     @property
     def response_mask(self) -> Array:
-        """bool[B, S], the tokens of the response, its stop token included."""
+        """bool[B, S], True at tokens of the response, its stop token included."""
         ...
 
     @property
@@ -54,8 +54,8 @@ def texts(
     """(prompt, response) of every row, as a person or a reward reads them.
 
     Args:
-      decode: token ids -> text; padding, BOS and stop tokens left out, and every other
-        special token kept.
+      decode: token ids -> text, without padding, BOS and stop tokens, and with every
+        other special token.
       prompts: the prompts as they were written, by row of the data set; None
         decodes their tokens.
     """
@@ -76,9 +76,9 @@ def texts(
 
 
 def observed_of(mask: HostArray, response_mask: HostArray) -> HostArray:
-    """bool[..., S]: tokens that the policy read after it had begun to respond.
+    """bool[..., S], True at observations: tokens read after the response began.
 
-    It is `batch.Rollout.observed`, on the host.
+    The same as `batch.Rollout.observed`, on the host.
     """
     began = np.cumsum(response_mask, axis=-1) > 0
     return mask & ~response_mask & began

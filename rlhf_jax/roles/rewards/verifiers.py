@@ -1,10 +1,10 @@
-"""Verifiers: the right answer is known, so a response is compared with it.
+"""Verifiers: compare a response with a known right answer.
 
-    verify(prompt, response, row) -> float      1 where the response is right, else 0
+    verify(prompt, response, row) -> float      1 if the response is right, else 0
 
-`row` holds every field of the user's data, the right answer among them. `each` makes of
-a verifier what `rewards.TextReward` calls; `verification/pool.py` runs it in other
-processes, which import this module and so must not load JAX by it.
+`row` has every field of the user's data, including the right answer. `each` turns a
+verifier into a function for `rewards.TextReward`; `verification/pool.py` runs it in
+other processes, which import this module, so it must not import JAX.
 
     reward = rewards.TextReward(verifiers.each(verifiers.Gsm8k()), decode, rows)
 
@@ -37,11 +37,11 @@ Row = Mapping[str, Any]  # one row of the user's data
 TAKES = ("prompt", "response", "row")  # arguments of a verifier
 Verifier = Callable[[str, str, Row], float]
 
-MARKER = "####"  # what GSM8K puts before its answers
+MARKER = "####"  # precedes the answers of GSM8K
 
 _NUMBER = re.compile(
-    # A minus after a word, a digit or a bracket is between two numbers: 5-3. One with a
-    # blank behind it is a sign after = or : alone.
+    # A minus after a word, a digit or a bracket is between two numbers: 5-3. A minus
+    # before a blank is a sign only after = or :.
     r"(?:(?<=[=:])[^\S\n]*(?P<first>[-−–])[^\S\n]+"
     r"|(?<![\w)\]}%])(?P<minus>[-−–])|\+)?"
     r"(?:\\?[$€£¥₹][^\S\n]?(?P<inner>[-−–])?)?"
@@ -49,7 +49,7 @@ _NUMBER = re.compile(
     r"|(?<![\w.])\.[0-9]+)"
     r"(?P<over>\s*/\s*[0-9][0-9,.]*)?"
 )
-# What may not follow an answer, as then it is another number: 1,2345 or 1.2.3 or 1e5.
+# Rejects text after a number that makes it another one: 1,2345 or 1.2.3 or 1e5.
 _WHOLE = re.compile(
     rf"[\s*]*(?:(?P<lead>[-−–])[^\S\n]+)?{_NUMBER.pattern}"
     r"(?![.,]?[0-9]|[eE][-+]?[0-9]|\s*[\^×÷⁄]|[^\S\n]+[0-9]"
@@ -59,62 +59,62 @@ _WHOLE = re.compile(
 
 @runtime_checkable
 class Readable(Protocol):
-    """A verifier whose data can be checked before a run."""
+    """A verifier that can check the data before a run."""
 
     def gold(self, row: Row) -> Any:
-        """What is right by this row; ValueError if the row does not say."""
+        """The right answer of this row; ValueError if it has none."""
 
 
 @runtime_checkable
 class Answering(Protocol):
-    """A verifier that says which answer it reads in a response."""
+    """A verifier that can extract the answer from a response."""
 
     def answer(self, response: str) -> str | None:
-        """That answer, in a form that is equal for equal ones; None without any."""
+        """The answer in normal form, equal for equal answers; None without any."""
 
 
 class Judged(NamedTuple):
-    """What a verifier says of a response, where that is more than a number."""
+    """The score of a verifier, and further numbers that it counts."""
 
     score: float
     counts: Mapping[str, float]
-    """By name, logged as their means: reward/NAME."""
+    """By name; their means are logged as reward/NAME."""
 
 
 @runtime_checkable
 class Counting(Protocol):
-    """A verifier that counts more than its score says."""
+    """A verifier that returns further numbers besides its score."""
 
     counts: Sequence[str]
-    """The names of what it counts."""
+    """The names of these numbers."""
 
     def judge(self, prompt: str, response: str, row: Row, /) -> Judged:
-        """Its score of a response, and a number by each of `counts`."""
+        """The score of a response, and a number for each of `counts`."""
         ...
 
 
 def judged(verifier: Verifier, prompt: str, response: str, row: Row) -> Judged:
-    """What a verifier says of a response, with what it counts, if anything."""
+    """Runs a verifier on a response; `counts` is empty if it counts nothing."""
     if isinstance(verifier, Counting):
         return verifier.judge(prompt, response, row)
     return Judged(verifier(prompt, response, row), {})
 
 
 def counted(verifier: Verifier) -> tuple[str, ...]:
-    """The names of what a verifier counts."""
+    """The names of the numbers that a verifier counts; () if it counts none."""
     return tuple(verifier.counts) if isinstance(verifier, Counting) else ()
 
 
 @runtime_checkable
 class Isolating(Protocol):
-    """A verifier, or an environment, that runs what a model has written."""
+    """A verifier or an environment that runs code written by a model."""
 
     def isolated(self, *, unsafe: bool) -> Any:
-        """It, checked. InputError: nothing sets the code apart, nor is it `unsafe`."""
+        """Checks it and returns it; InputError without isolation, unless `unsafe`."""
 
 
 def each(verifier: Verifier) -> TextFunction:
-    """(prompts, responses, rows) -> one number a response, for `rewards.TextReward`."""
+    """(prompts, responses, rows) -> one number per response, for `TextReward`."""
     return _PerResponse(verifier)
 
 
@@ -131,7 +131,7 @@ class _PerResponse:
 
 
 def check_answers(located: Iterable[tuple[str, Row]], *, verifier: Readable) -> None:
-    """Reads the right answer of every row, before a run."""
+    """Reads the right answer of every row, before a run; a ValueError names the row."""
     for where, row in located:
         with errors.located(where, ValueError):
             verifier.gold(row)
@@ -139,14 +139,14 @@ def check_answers(located: Iterable[tuple[str, Row]], *, verifier: Readable) -> 
 
 @dataclasses.dataclass(frozen=True)
 class LastInteger:
-    """1 where the last number in the response is the integer in the row's `field`.
+    """1 if the last number in the response is the integer in the row's `field`.
 
-    Whatever reasoning stands before it. 12, 12. and 12.0 are the integer 12, 1,200 is
-    1200, and the 3 of 5-3 is 3; 12.5 is none, and neither is the fraction 6/4.
+    Text before that number is ignored. 12, 12. and 12.0 are the integer 12, 1,200 is
+    1200, and the 3 of 5-3 is 3; 12.5 and the fraction 6/4 are not integers.
     """
 
     field: str = "answer"
-    """Of the row, an integer or its text."""
+    """Field of the row with the right answer, an integer or its text."""
 
     def __call__(self, prompt: str, response: str, row: Row) -> float:
         return float(last_number(response) == self.gold(row))
@@ -162,14 +162,14 @@ class LastInteger:
 
 @dataclasses.dataclass(frozen=True)
 class ExactMatch:
-    """1 where the response is the text in the row's `field`."""
+    """1 if the response is the text in the row's `field`."""
 
     field: str = "answer"
-    """Of the row."""
+    """Field of the row with the right answer."""
     ignore_space: bool = True
-    """Any white space is one blank, and none at either end."""
+    """Whether white space at either end is ignored, and any other is one blank."""
     ignore_case: bool = False
-    """Capitals count as small letters."""
+    """Whether capitals equal small letters."""
 
     def __call__(self, prompt: str, response: str, row: Row) -> float:
         return float(self._normal(response) == self.gold(row))
@@ -189,19 +189,20 @@ class ExactMatch:
 
 @dataclasses.dataclass(frozen=True)
 class Matches:
-    r"""1 where a regular expression is found in the response.
+    r"""1 if a regular expression matches in the response.
 
-    With `field`, where its last match has that text of the row in group 1:
+    With `field`, 1 if group 1 of its last match is the text of this field of the row:
     `Matches(r"\\boxed\{([^{}]*)\}", field="answer")`.
 
     Raises:
-      InputError: the pattern is none, or has no group to compare with the field.
+      InputError: the pattern is invalid, or has no group to compare with the field.
     """
 
     pattern: str
-    """As Python's `re` has them; ^ and $ are the ends of lines, . is any character."""
+    """Pattern of Python's `re`; ^ and $ match at lines, . matches any character."""
     field: str | None = None
-    """Of the row, what group 1 must hold but for white space around it."""
+    """Field of the row that group 1 must equal, except for white space around it; None
+    accepts any match."""
 
     def __post_init__(self) -> None:
         try:
@@ -234,21 +235,21 @@ class Matches:
 
 @dataclasses.dataclass(frozen=True)
 class Gsm8k:
-    """1 where the one number after the response's last #### is the row's.
+    """1 if the one number after the response's last #### is that of the row.
 
-    Separators, signs, decimals, currency and a dot at the end are read as people mean
-    them: "#### $1,000." is 1000. What is no number ("#### about 5", 1/2, 2 + 3, 12:30)
-    is wrong, and so are two in its line ("72 or 73"). Words behind it are not read: "5
-    apples" is 5, and so is "5 million".
+    Separators, signs, decimals, currency and a final dot are read as people mean them:
+    "#### $1,000." is 1000. Anything but one number ("#### about 5", 1/2, 2 + 3, 12:30)
+    is wrong, and so are two numbers in the line ("72 or 73"). Words after the number
+    are ignored: "5 apples" is 5, and so is "5 million".
 
     Source: Cobbe et al. 2021, arXiv:2110.14168; openai/grade-school-math.
     """
 
     field: str = "answer"
-    """Of the row, a worked answer that ends in `#### n`."""
+    """Field of the row with a worked answer that ends in `#### n`."""
     unmarked: Literal["wrong", "last_number"] = "wrong"
-    """What becomes of a response without ####: it is wrong, or its last number counts
-    (for models that were not trained on the form)."""
+    """How to read a response without ####: it is wrong, or its last number counts (for
+    models that were not trained on this form)."""
 
     def __call__(self, prompt: str, response: str, row: Row) -> float:
         return float(self._number(response) == self.gold(row))
@@ -273,7 +274,7 @@ class Gsm8k:
 
 
 def number(text: str) -> Decimal | None:
-    """The number that the whole text is, as people write them: -$1,234.50 or 12."""
+    """Reads a text that is one number, as people write it: -$1,234.50 or 12."""
     match = _NUMBER.fullmatch(text.strip().removesuffix("."))
     return None if match is None else _value(match)
 
@@ -287,7 +288,7 @@ def last_number(text: str) -> Decimal | None:
 
 
 def _plain(value: Decimal | None) -> str | None:
-    """A number as digits, equal texts for equal numbers: 12.50 is 12.5, -0 is 0."""
+    """Writes a number in normal form: 12.50 is 12.5, -0 is 0."""
     if value is None:
         return None
     digits = f"{value:f}"
@@ -315,7 +316,7 @@ def _text_in(row: Row, field: str) -> str:
 
 
 def _gold_in(row: Row, field: str, *, expected: str, read: Callable[[Any], Any]) -> Any:
-    """What `read` makes of a field of the row; ValueError where that is None."""
+    """Applies `read` to a field of the row; ValueError if it returns None."""
     if field not in row:
         raise ValueError(
             f"expected a field {field!r}, got {', '.join(map(repr, row))}; add it, or "

@@ -1,4 +1,4 @@
-"""Alarms: what in a run's metrics asks for a look, and one line of advice on it."""
+"""Alarms: warnings about a run's metrics, each with a line of advice."""
 
 from rlhf_jax.runs.alarms.rules import (
     ADVICE,

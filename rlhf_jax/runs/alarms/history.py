@@ -1,4 +1,4 @@
-"""Values of a metric over the rows of a stage, counted where they stand."""
+"""Values of a metric over the rows of a stage; rows without a value are skipped."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ Row = Mapping[str, Any]  # of metrics.jsonl: a number, None, or "NaN" or "Infini
 
 
 def first(rows: Sequence[Row], name: str, count: int) -> list[float]:
-    """The first values, up to `count` of them."""
+    """Returns the first values, at most `count`."""
     return _values(rows, places(rows, name), name, count)
 
 
 def last(rows: Sequence[Row], name: str, count: int) -> list[float]:
-    """The last values, up to `count` of them, the newest first."""
+    """Returns the last values, at most `count`, the newest first."""
     return _values(rows, places(rows, name, newest_first=True), name, count)
 
 
 def places(
     rows: Sequence[Row], name: str, *, newest_first: bool = False
 ) -> Iterator[int]:
-    """Indices of the rows where it was measured."""
+    """Yields the indices of the rows in which the metric was measured."""
     order = range(len(rows))
     for place in reversed(order) if newest_first else order:
         value = rows[place].get(name)
@@ -32,7 +32,7 @@ def places(
 
 
 def windowed(rows: Sequence[Row], name: str, window: int) -> float | None:
-    """The mean of the last `window` values; None where there are fewer."""
+    """Returns the mean of the last `window` values; None if there are fewer."""
     values = last(rows, name, window)
     return mean(values) if len(values) == window else None
 
@@ -44,7 +44,7 @@ def _values(
 
 
 def change(values: Sequence[float]) -> tuple[float, float]:
-    """Mean of the second half less that of the first, and its standard error."""
+    """Returns mean(second half) - mean(first half), and its standard error."""
     half = len(values) // 2
     before, after = values[:half], values[-half:]
     error = math.sqrt((variance(before) + variance(after)) / half)
@@ -52,12 +52,12 @@ def change(values: Sequence[float]) -> tuple[float, float]:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Their sum over their number."""
+    """Returns the mean of the values."""
     return sum(values) / len(values)
 
 
 def variance(values: Sequence[float]) -> float:
-    """The unbiased one."""
+    """Returns the unbiased variance (ddof 1) of the values."""
     centre = mean(values)
     deviations = [value - centre for value in values]
     return sum(x * x for x in deviations) / (len(values) - 1)

@@ -1,11 +1,10 @@
-"""Alarms: what in a run's metrics asks for a look, and one line of advice on it.
+"""The rules by which a run's metrics raise alarms, and the advice of each alarm.
 
     check(rows of metrics.jsonl so far) -> {name: message}
 
-A pure decision over one stage's rows, so that a run which was killed and resumed raises
-the same alarms at the same steps. A metric that was not measured, at a step or at all,
-raises none: values are counted where they stand. `Limits` is an option group: the
-limits beyond which alarms are raised.
+`check` is a pure function of one stage's rows, so a run that was killed and resumed
+raises the same alarms at the same steps. Rows in which a metric was not measured are
+skipped. `Limits` is an option group: the limits beyond which alarms are raised.
 """
 
 from __future__ import annotations
@@ -45,45 +44,45 @@ Check = Callable[[Sequence[Row]], dict[str, str]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """When to raise alarms; None is off. "At first" is at the first step measured."""
+    """Limits of alarms; None is off. A "first value" is of the first step measured."""
 
     window: int = 10
-    """Number of values in a mean: of steps, or of steps with a judge."""
+    """Number of values in a mean, one per step (per judged step for hacking)."""
     drift: float | None = 0.5
     """Upper limit of the relative weight drift."""
     kl: float | None = None
     """Upper limit of the KL, nats per response."""
     kl_over_target: float | None = 1.5
-    """Upper limit of the KL, in multiples of its target where it has one."""
+    """Upper limit of the KL, in multiples of its target, if it has one."""
     hacking: float | None = 4.0
-    """Number of standard errors by which the reward must rise, and the judge fall,
-    within a window. Of 40 noisy values, some window of ten falls by 2 in most runs."""
+    """Number of standard errors by which the reward must rise and the judge fall within
+    a window. In most runs of 40 noisy values some window of ten falls by 2."""
     distinct: float | None = 0.8
-    """Lower limit of the share of distinct responses, in multiples of what it was at
-    first."""
+    """Lower limit of the share of distinct responses, in multiples of its first
+    value."""
     entropy: float | None = 0.5
-    """Lower limit of the entropy, in multiples of what it was at first."""
+    """Lower limit of the entropy, in multiples of its first value."""
     reference_perplexity: float | None = 1.5
     """Upper limit of the perplexity of responses under the reference, in multiples of
-    what it was at first."""
+    its first value."""
     text_perplexity: float | None = 1.2
-    """Upper limit of the policy's perplexity on each of --texts, in multiples of what
-    it was at first."""
+    """Upper limit of the policy's perplexity on each of --texts, in multiples of its
+    first value."""
     trust_distance: float | None = 0.15
-    """Upper limit of the distance of the sampler's log-probs to the trainer's, mean of
-    a step, or of a window at some position or length of the prompt, nats per token."""
+    """Upper limit of the mean distance between sampler's and trainer's log-probs, nats
+    per token; of a step, and over a window of each quarter of positions and prompts."""
     trust_growth: float | None = 4.0
-    """Upper limit of that distance in multiples of what it was at first, or of 1e-4."""
+    """Upper limit of that distance, in multiples of its first value (at least 1e-4)."""
     trust_outliers: float | None = 0.005
     """Upper limit of the share of tokens whose log-probs differ by more than 1 nat."""
     trust_z: float | None = 6.0
     """Number of standard deviations by which the sampler's probabilities, entropy or
-    duplicates may be off within a window."""
+    duplicates may deviate within a window."""
     trust_age: int | None = None
-    """Upper limit of the age of the parameters that drew a token, iterations; None is
-    --max-staleness."""
+    """Upper limit of the age of the parameters that drew a token, iterations; None
+    takes --max-staleness."""
     stop: tuple[str, ...] = ()
-    """Names of alarms that stop the run; trust is all of trust_*."""
+    """Names of alarms that stop the run; "trust" means every trust_* alarm."""
 
     def __post_init__(self) -> None:
         checks.within(least=4, advice="each half needs two values", window=self.window)
@@ -95,13 +94,13 @@ class Limits:
             checks.one_of(stop=name, among=("trust", *ADVICE))
 
     def allowing(self, *, staleness: int) -> Limits:
-        """These limits, with the age of a run's staleness where none is chosen."""
+        """Returns these limits, with `trust_age` set to a run's staleness if None."""
         if self.trust_age is not None:
             return self
         return dataclasses.replace(self, trust_age=staleness)
 
     def stops(self, alarm: str) -> bool:
-        """Whether the run stops where an alarm of this name begins."""
+        """Returns whether the run stops when an alarm of this name begins."""
         of_sampler = alarm.startswith("trust_") and "trust" in self.stop
         return of_sampler or alarm in self.stop
 
@@ -110,24 +109,24 @@ LIMITS = Limits()
 
 
 class Alarm(NamedTuple):
-    """One thing that asks for a look, from when it began until it is over."""
+    """An alarm, from the step at which it began until its condition ends."""
 
     name: str
     step: int  # at which it began
-    message: str  # what was seen then, with numbers, and what to do
+    message: str  # the numbers at that step, and what to do
 
 
 class Watch:
-    """The alarms of one stage, from its rows in order, and so of a resumed one too."""
+    """Tracks the alarms of one stage; takes its rows in order, from the first step."""
 
     def __init__(self, check: Check) -> None:
         self._check = check
         self._rows: list[Row] = []
         self._active: list[Alarm] = []
-        self.raised: list[Alarm] = []  # every one, when it began
+        self.raised: list[Alarm] = []  # all, in the order in which they began
 
     def see(self, step: int, row: Row) -> list[Alarm]:
-        """Takes the row of a step; those that are active now."""
+        """Takes the row of a step, and returns the alarms that are active."""
         self._rows.append(row)
         before = {alarm.name: alarm for alarm in self._active}
         self._active = [
@@ -139,18 +138,18 @@ class Watch:
 
 
 def begun(active: Sequence[Alarm], *, step: int) -> list[Alarm]:
-    """Those that began at this step, to be told once."""
+    """Returns the alarms that began at this step."""
     return [alarm for alarm in active if alarm.step == step]
 
 
 def check(
     rows: Sequence[Row], *, limits: Limits, kl_target: float | None = None
 ) -> dict[str, str]:
-    """What is wrong after the last row: {name: what was seen; one line of advice}.
+    """Returns {alarm: its numbers and advice} of the alarms active after the last row.
 
     Args:
       rows: a stage's rows so far, as metrics.jsonl holds them, at least one.
-      kl_target: nats per response that kl_coef is adapted to; None where it is fixed.
+      kl_target: nats per response that an adaptive kl_coef aims at; None if fixed.
     """
     messages = {
         "weight_drift": _weight_drift(rows, limits),
@@ -186,7 +185,7 @@ def check(
 
 
 def _forgetting(rows: Sequence[Row], limits: Limits) -> str:
-    """Every text of --texts that the policy finds harder to read, in one line."""
+    """Every text of --texts whose perplexity rose beyond the limit, in one line."""
     texts = dict.fromkeys(
         name.removeprefix("eval/").removesuffix("_nll")
         for row in rows
@@ -199,7 +198,7 @@ def _forgetting(rows: Sequence[Row], limits: Limits) -> str:
             f"eval/{text}_nll",
             f"the policy's perplexity on {text}",
             factor=limits.text_perplexity,
-            window=1,  # always the same text: no sampling, so nothing to average
+            window=1,  # the text is fixed, so there is no sampling noise to average
         )
         for text in texts
     ]
@@ -235,7 +234,7 @@ def _reward_hacking(rows: Sequence[Row], limits: Limits) -> str:
     places = list(itertools.islice(judged, limits.window))
     if limits.hacking is None or len(places) < limits.window:
         return ""
-    # All scores of the steps in between, whether or not a judge looked at them.
+    # Includes the scores of steps in between that were not judged.
     span = rows[places[-1] : places[0] + 1]
     scores = history.first(span, "objective/scores", len(span))
     if len(scores) < limits.window:
@@ -270,7 +269,7 @@ def _fallen(
 def _harder(
     rows: Sequence[Row], name: str, what: str, *, factor: float | None, window: int
 ) -> str:
-    """Perplexity is exp of a mean in nats per token, so its factor is a difference."""
+    """A ratio of perplexities is a difference of their logs, in nats per token."""
     now = history.windowed(rows, name, window)
     if factor is None or now is None:
         return ""

@@ -1,6 +1,6 @@
-"""Whether the sampler is to be trusted, from the ledger of every step.
+"""Alarms about the sampler's log-probs, from the ledger of every step.
 
-What the metrics are, and why an honest sampler keeps them, is in `flow.ledger`.
+`flow.ledger` defines the metrics, and says why a correct sampler keeps them in bounds.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from rlhf_jax.runs.alarms.rules import Limits
 
 PARTS = "trust/distance_"
-LEAST_DISTANCE = 1e-4  # nats per token: what float32 makes of decoding and training
-# What z-scores leave out, as enough tokens make any number significant: roundings.
+LEAST_DISTANCE = 1e-4  # nats per token: float32 rounding between decoder and trainer
+# Rounding errors that raise no alarm, though enough tokens make their z-scores large.
 WEIGHT_TOLERANCE = 0.05
 ENTROPY_TOLERANCE = 0.05
 DUPLICATES_TOLERANCE = 0.02
 
 
 def messages(rows: Sequence[Row], *, limits: Limits) -> dict[str, str]:
-    """What is wrong with the sampler after the last row, by alarm; "" for nothing."""
+    """Returns {alarm: message} after the last row; "" raises no alarm."""
     return {
         "trust_distance": _distance(rows, limits) or _distance_of_parts(rows, limits),
         "trust_outliers": _outliers(rows, limits),
@@ -57,7 +57,7 @@ def _distance(rows: Sequence[Row], limits: Limits) -> str:
 
 
 def _distance_of_parts(rows: Sequence[Row], limits: Limits) -> str:
-    """A window's mean, as some positions have few tokens."""
+    """Judges the mean over a window, since some positions have few tokens."""
     if limits.trust_distance is None:
         return ""
     for name in sorted(name for name in rows[-1] if name.startswith(PARTS)):
@@ -133,9 +133,9 @@ def _age(rows: Sequence[Row], limits: Limits) -> str:
 
 
 def _pooled(rows: Sequence[Row], name: str, limits: Limits) -> list[tuple[int, float]]:
-    """(steps, z) where the latest steps of a window are together beyond the limit.
+    """(n, z) for each n such that the last n steps' pooled z-score z exceeds the limit.
 
-    The z-scores of independent steps add up to √steps of one.
+    The pooled z-score of n independent steps is their sum over √n.
     """
     if limits.trust_z is None:
         return []
@@ -145,7 +145,6 @@ def _pooled(rows: Sequence[Row], name: str, limits: Limits) -> list[tuple[int, f
 
 
 def _newest(rows: Sequence[Row], name: str) -> float | None:
-    """The value of the last row, None where it has none."""
     values = history.last(rows[-1:], name, 1)
     return values[0] if values else None
 

@@ -10,18 +10,18 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import folder, parsing
 from rlhf_jax.runs.object_storage import urls
 
-# Of one resume alone: a recorded run does not hand them on.
+# Options of a single resume, which are not taken from a recorded config.
 OF_ONE_RESUME = ("resume", "resume_from", "accept_lost_rows")
 SUFFIXES = (".toml", ".yaml", ".yml", ".json")
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The fields that a file names, as JSON values.
+    """Returns the fields in a file, as JSON values.
 
-    The config.json of a run gives all of its fields, with its own folder as `out`.
+    The config.json of a run has all fields; `out` is the folder of that file.
 
     Raises:
-      InputError: the file cannot be read, is of another form, or holds no fields.
+      InputError: the file cannot be read or parsed, or holds no fields.
     """
     if path.name == folder.CONFIG:
         fields = folder.read_config(urls.fetched(path))

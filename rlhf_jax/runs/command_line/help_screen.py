@@ -1,4 +1,4 @@
-"""`--help` on one screen: what a command does, and the options a first user needs."""
+"""`--help` on one screen: a command's purpose and its most important options."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from typing import Any
 
 from rlhf_jax.runs import choices
 
-NARROWEST, WIDEST = 60, 100  # columns, whatever the terminal has
+NARROWEST, WIDEST = 60, 100  # columns
 OPTION = 28  # columns of an option with its metavar
 
-Screen = Mapping[str, Sequence[str]]  # {title: fields}; "ppo.lam" is of a group
+Screen = Mapping[str, Sequence[str]]  # {title: fields}; "ppo.lam" is field of a group
 METAVARS = {str: "TEXT", int: "INT", float: "FLOAT", Path: "PATH"}
 
 
@@ -29,13 +29,13 @@ class Option:
     """A field of a config as an option of the command line."""
 
     name: str  # with its dashes
-    metavar: str  # "" of a switch
+    metavar: str  # "" for a switch
     text: str
-    default: Any  # dataclasses.MISSING where it is required
+    default: Any  # dataclasses.MISSING if required
 
     @property
     def required(self) -> bool:
-        """Whether the command does not start without it."""
+        """Whether the option has no default."""
         return self.default is dataclasses.MISSING
 
     @property
@@ -45,7 +45,7 @@ class Option:
 
     @property
     def help(self) -> str:
-        """The first sentence of its text, and in brackets its default if it has one."""
+        """The first sentence of the text, with the default in brackets if any."""
         first = re.split(r"(?<=\.) (?=[A-Z])", self.text)[0]
         shown = self.metavar and self.default not in (None, (), dataclasses.MISSING)
         return f"{first} [{self.default}]" if shown else first
@@ -60,15 +60,15 @@ def screen(
     notes: Sequence[str] = (),
     defaults: Any = None,
 ) -> str:
-    """The screen, as wide as the terminal between 60 and 100 columns.
+    """Returns the help screen, as wide as the terminal, from 60 to 100 columns.
 
     Args:
       config_class: the dataclass whose fields are the options.
-      description: a docstring; its first two paragraphs are shown, what the command
-        does and how it is called.
+      description: a docstring, of which the first two paragraphs are shown: what the
+        command does and how it is called.
       options: the fields to show under each title.
       notes: sentences below the options.
-      defaults: a config whose values are shown as the defaults; None takes the class's.
+      defaults: a config whose values are the defaults; None takes the class's.
     """
     width = min(max(shutil.get_terminal_size().columns, NARROWEST), WIDEST)
     groups = {
@@ -94,7 +94,7 @@ def screen(
 
 
 def option(config_class: type[Any], path: str, *, defaults: Any = None) -> Option:
-    """The option of a field; `path` has the names of the groups before its own.
+    """Returns the option of the field at `path`, such as "ppo.lam".
 
     Raises:
       KeyError: the config has no such field.
@@ -119,7 +119,7 @@ def option(config_class: type[Any], path: str, *, defaults: Any = None) -> Optio
 
 
 def _written(default: Any, annotation: Any) -> Any:
-    """A choice as it is written on the command line; anything else as it is."""
+    """A choice as text of the command line; any other default unchanged."""
     if dataclasses.is_dataclass(default) and choices.is_union(annotation):
         return choices.text(default, annotation)
     return default
@@ -135,7 +135,7 @@ def _default(holder: type[Any], name: str, values: Any) -> Any:
 
 
 def _metavar(annotation: Any) -> str:
-    """INT of int | None, a|b of a Literal, and nothing of bool."""
+    """The metavar of a type: INT for int | None, a|b for a Literal, "" for bool."""
     if annotation is bool:
         return ""
     if (spec := choices.spec(annotation)) is not None:
@@ -151,7 +151,6 @@ def _metavar(annotation: Any) -> str:
 
 
 def _entry(shown: Option, *, width: int) -> list[str]:
-    """An option beside its text, or above it where it is too long."""
     start = f"  {shown.usage}"
     above = [] if len(start) < OPTION - 1 else [start]
     text = textwrap.wrap(
@@ -166,12 +165,12 @@ def _entry(shown: Option, *, width: int) -> list[str]:
 
 @functools.cache
 def documented(config_class: type[Any]) -> dict[str, str]:
-    """The docstring below each field, of the class and of those it inherits from."""
+    """Returns {field: the docstring below it}, inherited fields included."""
     texts: dict[str, str] = {}
     for cls in reversed(config_class.__mro__):
         try:
             source = textwrap.dedent(inspect.getsource(cls))
-        except (OSError, TypeError):  # made by a function, with fields of its parents
+        except (OSError, TypeError):  # a class made by code, with its parents' fields
             continue
         (node,) = ast.parse(source).body
         assert isinstance(node, ast.ClassDef)

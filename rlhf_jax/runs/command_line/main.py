@@ -1,6 +1,6 @@
-"""A trainer or experiment as a program: options, processes, errors, exit status.
+"""The main function of every trainer and experiment: options, errors, exit status.
 
-A signal becomes a clean stop between two steps of a run (`Interrupt`).
+A signal stops a run between two of its steps (`Interrupt`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rlhf_jax.runs.object_storage import mirror
 from rlhf_jax.runs.run_config import RunConfig, to_json
 from rlhf_jax.runs.stops import dropped
 
-LOST = "a process may be lost; the snapshots before stay"
+LOST = "a process may be lost; earlier snapshots are kept"
 
 
 def main(
@@ -43,22 +43,22 @@ def main(
     prog: str | None = None,
     argv: Sequence[str] | None = None,
 ) -> None:
-    """Parses the command line, takes the run folder and calls `run(config)`.
+    """Parses the command line, locks the run folder and calls `run(config)`.
 
-    `--coordinator` and what goes with it join several processes first; the first of
-    them talks, and every one tells its own errors. Compiled programs are kept for the
-    next start, where `--compilation-cache` says.
+    `--coordinator` and its companions first join several processes, of which only the
+    first writes to stdout; each reports its own errors. `--compilation-cache` names the
+    folder that keeps compiled programs for the next start.
 
-    What the user got wrong ends with its message and status 2, a run that must not go
-    on with status 1, a signal with how to go on and status 128 + its number, none with
-    a traceback. Any other exception is a defect of ours and keeps it. Status 0 means
-    that the run finished: `sys.exit(0)` somewhere in it gives 1.
+    A mistake of the user ends with a message and status 2, a run that must stop with
+    status 1, and a signal with the command to resume and status 128 + its number, all
+    without a traceback. Any other exception is a defect and shows its traceback. Status
+    0 means that the run finished; `sys.exit(0)` inside it gives 1.
     """
     try:
         cache, argv = _join(sys.argv[1:] if argv is None else argv)
-        if HELP.isdisjoint(argv):  # help neither waits for an accelerator nor takes it
+        if HELP.isdisjoint(argv):  # help must not wait for or occupy an accelerator
             processes.check_platform()
-    except InputError as error:  # before JAX could tell of other processes
+    except InputError as error:  # JAX does not know the other processes yet
         _exit(2, f"error: {error}")
     try:
         config = parse(
@@ -84,11 +84,11 @@ def main(
             program_cache.use(None if cache == "None" else Path(cache))
     except InputError as error:
         _leave(2, f"error: {error}")
-    except BrokenPipeError:  # who reads the help has read enough, as `head` does
+    except BrokenPipeError:  # the reader of the help has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _leave(0, "")
     except SystemExit as stop:  # --help
-        if not jax.distributed.is_initialized():  # it asks no device, as the count does
+        if not jax.distributed.is_initialized():  # process_count() would start a device
             raise
         _leave(stop.code if isinstance(stop.code, int) else 1, "")
     try:
@@ -121,7 +121,7 @@ def main(
         ended = signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT
         _leave(128 + ended, f"stopped without saving; {go_on(config)}")
     except SystemExit as stop:
-        # The status is never 0, of which the system keeps the last byte.
+        # Never status 0; the system keeps only the last byte of it.
         status = stop.code if isinstance(stop.code, int) and stop.code % 256 else 1
         what = f"expected the run to finish, got sys.exit({stop.code!r:.80}) inside it"
         own = "look for it in your own code"
@@ -132,7 +132,7 @@ def main(
             _leave(1, f"stopped: {out_of}; {less}; {go_on(config)}")
         if jax.process_count() == 1:
             raise
-        # The others must not wait for this process, which Python would let them.
+        # By itself Python would leave the other processes waiting for this one.
         if isinstance(error, jax.errors.JaxRuntimeError):
             first = next(iter(str(error).splitlines()), "")
             _leave(1, f"stopped: {LOST} ({first:.200}); {go_on(config)}")
@@ -146,7 +146,7 @@ def _check(config: RunConfig) -> None:
 
 
 def _out_of_memory(error: BaseException) -> str | None:
-    """What a device said that has no memory left; None where it is another error."""
+    """The message of a device that has no memory left; None for other errors."""
     if not isinstance(error, jax.errors.JaxRuntimeError):
         return None
     first = next(iter(str(error).splitlines()), "")
@@ -159,13 +159,13 @@ def _out_of_memory(error: BaseException) -> str | None:
 
 
 def _join(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
-    """Joins the processes that the options name.
+    """Joins the processes of --coordinator, if given.
 
     Returns:
-      --compilation-cache, None where it is not given, and the other options.
+      The value of --compilation-cache, None if absent, and the remaining options.
 
     Raises:
-      InputError: as `processes.Group`, or there are options of it without a group.
+      InputError: as `processes.Group`, or --coordinator is missing beside its options.
     """
     before = refusals.Arguments(add_help=False, allow_abbrev=False)
     before.add_argument("--coordinator")
@@ -175,12 +175,12 @@ def _join(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
     before.add_argument("--heartbeat", type=int)
     before.add_argument("--compilation-cache")
     arguments, options = before.parse_known_args(argv)
-    given = {name: x for name, x in vars(arguments).items() if x is not None}
-    cache = given.pop("compilation_cache", None)
-    if "coordinator" in given:
-        processes.Group(**given).join()
-    elif given:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+    group = {name: x for name, x in vars(arguments).items() if x is not None}
+    cache = group.pop("compilation_cache", None)
+    if "coordinator" in group:
+        processes.Group(**group).join()
+    elif group:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in group)
         raise InputError(
             f"{names}: expected --coordinator HOST:PORT too, got none; give it, or "
             f"leave this out"
@@ -189,7 +189,7 @@ def _join(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM where no stage of a run would save: it ends as Ctrl-C does."""
+    """SIGTERM outside the stages of a run; it ends the process as Ctrl-C does."""
 
 
 @contextlib.contextmanager
@@ -217,7 +217,7 @@ def _silent_unless_first() -> Iterator[None]:
 
 
 def _leave(status: int, message: str) -> NoReturn:
-    """Ends this process for a reason that the others may not have."""
+    """Ends this process for a reason that other processes may not have."""
     if jax.process_count() > 1:
         if message:
             print(message, file=sys.stderr, flush=True)
@@ -231,7 +231,7 @@ def _exit(status: int, message: str) -> NoReturn:
 
 
 class Interrupted(Exception):
-    """The run was asked to stop, and has saved."""
+    """A signal asked the run to stop, and it has saved."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}")
@@ -241,7 +241,7 @@ class Interrupted(Exception):
 class Interrupt:
     """Turns SIGTERM and Ctrl-C into a request; a second Ctrl-C stops at once.
 
-    with cli.Interrupt() as interrupt:
+    with command_line.Interrupt() as interrupt:
         for step in range(start, num_steps):
             ...
             if interrupt.requested or (step + 1) % config.snapshot_every == 0:
@@ -251,13 +251,13 @@ class Interrupt:
     """
 
     def __init__(self, *, on_request: Callable[[], None] | None = None) -> None:
-        """Nothing was requested yet; `on_request` is called at each signal."""
+        """Stores `on_request`, which is called at each signal."""
         self._signum: int | None = None
         self._on_request = on_request
 
     @property
     def requested(self) -> bool:
-        """True once a signal has come: save, then `check`."""
+        """Whether a signal has come; if so, save and call `check`."""
         return self._signum is not None
 
     def check(self) -> None:
@@ -266,7 +266,7 @@ class Interrupt:
             self.stop()
 
     def stop(self) -> NoReturn:
-        """Raises Interrupted, of the signal that came here or to another process."""
+        """Raises Interrupted for the signal that this or another process received."""
         raise Interrupted(signal.SIGTERM if self._signum is None else self._signum)
 
     def __enter__(self) -> Self:
@@ -286,12 +286,12 @@ class Interrupt:
         self._signum = signum
         if self._on_request is not None:
             self._on_request()
-        # Not `print`: the step may be inside one, whose buffer is not reentrant.
+        # Not `print`, whose buffer is not reentrant: the signal may interrupt one.
         os.write(2, b"\nstopping after this step; Ctrl-C (again) stops at once\n")
 
 
 def go_on(config: RunConfig) -> str:
-    """How to resume a run that stops, for a message."""
+    """Returns the part of a message that says how to resume a stopped run."""
     if not (config.out / CONFIG).exists():
         return "start again, as nothing was written yet"
     recorded = f"{mirror.written(config.out)}/{CONFIG}"
@@ -299,5 +299,5 @@ def go_on(config: RunConfig) -> str:
     command = f"python {script}"
     modules = (("train", "main.py"), ("rlhf_jax", "__main__.py"))
     if script.name == "rlhf-jax" or script.parts[-2:] in modules:
-        command = " ".join(("rlhf-jax", *sys.argv[1:2]))  # and the trainer's name
+        command = " ".join(("rlhf-jax", *sys.argv[1:2]))  # with the trainer's name
     return f"go on with\n  {command} --config {recorded} --resume"

@@ -1,6 +1,6 @@
-"""From a command line, a preset or a recorded config to a config.
+"""Parses a command line, with presets and config files, into a config.
 
-`load_function` loads a user's own Python function, named on the command line.
+`load_function` imports a user's Python function that is named on the command line.
 """
 
 from __future__ import annotations
@@ -35,20 +35,18 @@ def parse(
     prog: str | None = None,
     argv: Sequence[str] | None = None,
 ) -> Config:
-    """The command line as a config, each field an option: kl_coef is --kl-coef.
+    """Parses a command line into a config, each field an option: kl_coef is --kl-coef.
 
-    `--config FILE` takes options from a file of TOML, YAML or JSON, with any part of
-    the config's tree; those of the command line win. RUN/config.json is such a file,
-    and RUN itself, wherever it lies now, is --out then. `--preset NAME` takes other
-    defaults, those of `presets`. `--help-all` lists
-    every option; `--help` only those of `screen`, or every one without a screen.
-    `renamed` has options of earlier versions or other programs, {option: what to write
-    here}.
+    `--config FILE` reads any part of the config's tree from TOML, YAML or JSON; options
+    on the command line override it. With RUN/config.json, --out is that file's folder.
+    `--preset NAME` replaces defaults by those in `presets`. `--help-all` lists every
+    option; `--help` lists those of `screen`, or every one without a screen. `renamed`
+    is {option of an earlier version or another program: present option}.
 
     Raises:
-      InputError: the file does not fit; names the fields. There is no such preset, or
-        it is asked for with a recorded config. An option is one of `renamed`, there is
-        none of its name, or its value is not of its kind.
+      InputError: the file does not fit the config (the message names the fields), the
+        preset is unknown or given beside a recorded config, an option is unknown or in
+        `renamed`, or its value is not of its type.
     """
     presets = presets or {}
     prog = prog or Path(sys.argv[0]).name
@@ -128,16 +126,16 @@ def _refuse_renamed(
         name = text.partition("=")[0].replace("_", "-")
         if name in renamed and name not in known:
             successor = renamed[name]
-            # That of another command is named with it in brackets.
-            there = successor.split()[0] in known or successor.endswith(")")
+            # An option of another command is followed by its name in brackets.
+            exists = successor.split()[0] in known or successor.endswith(")")
             raise InputError(
                 f"{name}: expected an option of this command, got the name of another; "
-                f"{f'write {successor}' if there else 'leave it out'}"
+                f"{f'write {successor}' if exists else 'leave it out'}"
             )
 
 
 def _options(kind: type[Any], *, prefix: str = "--") -> set[str]:
-    """The options of a config: a choice is one, a group has those of its fields."""
+    """Names of a config's options: one per choice, and those of each group's fields."""
     options: set[str] = set()
     hints = typing.get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
@@ -153,7 +151,6 @@ def _options(kind: type[Any], *, prefix: str = "--") -> set[str]:
 
 
 def _notes(presets: Presets) -> list[str]:
-    """What stands below the options of `--help`."""
     recipes = f"--preset {'|'.join(presets)} starts from a published recipe."
     return [
         *([recipes] if presets else []),
@@ -166,7 +163,7 @@ def _notes(presets: Presets) -> list[str]:
 def _with_defaults(
     config_class: type[Config], defaults: Mapping[str, Any]
 ) -> type[Config]:
-    """The same config with other defaults, which --help shows."""
+    """A subclass of the config with other defaults, which --help shows."""
     types = typing.get_type_hints(config_class, include_extras=True)
     return dataclasses.make_dataclass(
         config_class.__name__,
@@ -187,16 +184,16 @@ def load_function(
     called: str = "",
     takes: Sequence[str] | None = None,
 ) -> Callable[..., Any]:
-    """The function of "module:function", installed or in the working directory.
+    """Imports the function "module:function", installed or in the working directory.
 
     Args:
-      kind: what messages call it, as "class".
-      called: its option, as "--reward".
-      takes: names of the arguments that it is called with; None are not checked.
+      kind: its kind in messages, such as "class".
+      called: its option in messages, such as "--reward".
+      takes: names of the arguments that it is called with; None checks none.
 
     Raises:
-      InputError: `spec` is of another form, the module cannot be imported, has no such
-        function, or one that takes other arguments.
+      InputError: `spec` has another form, the module cannot be imported or lacks the
+        function, or the function takes other arguments.
       StopError: the module calls `sys.exit` when it is imported.
     """
     module_name, _, name = spec.partition(":")
@@ -212,7 +209,7 @@ def load_function(
             f"that calls sys.exit({stop.code!r:.80}); put what it runs as a script "
             f'under `if __name__ == "__main__":`'
         ) from stop
-    except Exception as error:  # whatever the user's own code raises
+    except Exception as error:  # the user's code may raise anything
         raise InputError(
             f"{spec}: expected a module {module_name}, installed or in {os.getcwd()}, "
             f"got {type(error).__name__}: {error}"
@@ -230,14 +227,14 @@ def load_function(
 
 
 def expect_arguments(function: Any, *, takes: Sequence[str], where: str) -> None:
-    """Refuses a function that a call with these arguments would fail to reach.
+    """Checks that a function can be called with these positional arguments.
 
     Raises:
-      InputError: it takes fewer or more; names both.
+      InputError: it takes fewer or more; the message names both.
     """
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of C code, which has none
+    except (TypeError, ValueError):  # C code may have no signature
         return
     try:
         signature.bind(*takes)

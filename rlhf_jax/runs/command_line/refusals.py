@@ -1,4 +1,4 @@
-"""What a command line refuses, in one line: expected, got, what to do."""
+"""One-line errors of a command line: expected, got, what to do."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ import tyro
 from rlhf_jax.functional.errors import InputError
 
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-FRAMED = re.compile(r"│|  ")  # without │ where the output is no UTF-8
+FRAMED = re.compile(r"│|  ")  # tyro draws no │ where the output is not UTF-8
 RULE = re.compile(r"^[─-]{9,}$")
-KINDS = {  # of a metavar of tyro: one, and several
+KINDS = {  # {metavar of tyro: (words for one value, for several)}
     "INT": ("a whole number", "whole numbers"),
     "FLOAT": ("a number", "numbers"),
     "STR": ("a text", "texts"),
     "PATH": ("a path", "paths"),
 }
-ARGPARSE = (  # its messages, and ours
+ARGPARSE = (  # (message of argparse, message of this package)
     (r"argument (\S+): expected one argument", r"\1: expected a value, got none"),
     (r"argument (\S+): invalid int value:", r"\1: expected a whole number, got"),
     (r"unrecognized arguments: (.*)", r"expected other options, got '\1'"),
@@ -34,10 +34,10 @@ ARGPARSE = (  # its messages, and ours
 
 
 class Arguments(argparse.ArgumentParser):
-    """argparse's parser, which raises InputError instead of printing and leaving."""
+    """An argparse parser that raises InputError instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises `message` in our words."""
+        """Raises `message` as an InputError in the style of this package."""
         for theirs, ours in ARGPARSE:
             message = re.sub(theirs, ours, message)
         see = f"{self.prog} --help explains it" if self.add_help else "correct it"
@@ -45,10 +45,10 @@ class Arguments(argparse.ArgumentParser):
 
 
 def cli(wanted: Any, *, prog: str, args: Sequence[str] | None, **options: Any) -> Any:
-    """`tyro.cli(wanted, prog=prog, args=args, **options)`, with its box as a message.
+    """Calls `tyro.cli(wanted, ...)`, and turns its boxed errors into InputError.
 
     Raises:
-      InputError: tyro refuses the arguments, or the config its values.
+      InputError: tyro refuses the arguments, or the config refuses its values.
     """
     args = sys.argv[1:] if args is None else args
     printed = io.StringIO()
@@ -69,10 +69,10 @@ def cli(wanted: Any, *, prog: str, args: Sequence[str] | None, **options: Any) -
 def call(
     function: Callable[..., None], *, prog: str, args: Sequence[str] | None
 ) -> None:
-    """Calls a function with its arguments from a command line.
+    """Calls a function with arguments parsed from a command line.
 
     Raises:
-      InputError: as `cli`; and what the function raises.
+      InputError: as `cli`, or raised by the function.
     """
 
     @functools.wraps(function)
@@ -84,7 +84,7 @@ def call(
 
 
 def _own(stop: SystemExit, box: str) -> str | None:
-    """The message of an InputError of ours that tyro drew a box around."""
+    """The message of an InputError of this package that tyro drew a box around."""
     error: BaseException | None = stop
     while error is not None and not isinstance(error, InputError):
         error = error.__context__
@@ -95,7 +95,7 @@ def _own(stop: SystemExit, box: str) -> str | None:
 
 
 def _message(box: str, *, args: Sequence[str], prog: str, see: str) -> str:
-    """The box in one line; its own first words where it is of an unknown kind."""
+    """Rewrites tyro's box in one line; an unknown kind of box keeps its first words."""
     rows = [row for row in box.splitlines() if FRAMED.match(row)]
     rows = [row.removesuffix("│")[2:].rstrip() for row in rows]
     above = list(itertools.takewhile(_is_text, rows))
@@ -106,14 +106,14 @@ def _message(box: str, *, args: Sequence[str], prog: str, see: str) -> str:
         written = next((row for row in below if row.strip().startswith(option)), "")
         metavar = written.strip().removeprefix(option).strip()
         return (
-            f"{option}: expected {_described(metavar)}, got {_given(option, args)}; "
+            f"{option}: expected {_described(metavar)}, got {_written(option, args)}; "
             f"{see} explains it"
         )
     if match := re.match(r"invalid choice .* for argument '(--[\w.-]+)'", first):
         choices = first.rpartition("Expected one of (")[2].rstrip(".,) ")
         return (
             f"{match[1]}: expected one of {choices.replace(chr(39), '')}, got "
-            f"{_given(match[1], args)}; choose one"
+            f"{_written(match[1], args)}; choose one"
         )
     if match := re.match(r"Missing value for argument '(--[\w.-]+)'", first):
         return f"{match[1]}: expected a value, got none; write it after the option"
@@ -121,7 +121,7 @@ def _message(box: str, *, args: Sequence[str], prog: str, see: str) -> str:
         missing = " and ".join(name.partition(" ")[0] for name in _named(above))
         got = "none"
         if below and below[0].strip() == "Unrecognized options:":
-            got = f"{' '.join(_named(below))!r}, which there is not"
+            got = f"{' '.join(_named(below))!r}, which is not an option"
         return f"expected {missing}, got {got}; {see} explains more"
     if match := re.match(r"Unrecognized options: (.*)", first):
         words = match[1].replace(", ", " ")
@@ -136,12 +136,12 @@ def _is_text(row: str) -> bool:
 
 
 def _named(rows: Sequence[str]) -> Iterator[str]:
-    """The arguments of a list, whose texts stand further to the right."""
+    """The arguments in a list; their help texts are indented further."""
     return (row.strip() for row in rows if re.match(r" {4}\S", row))
 
 
 def _described(metavar: str) -> str:
-    """A metavar of tyro in words: "None or a number" of {None}|FLOAT."""
+    """A metavar of tyro in words: "None or a number" for {None}|FLOAT."""
     kinds = []
     for kind in metavar.split("|"):
         name = kind.strip("{}")
@@ -155,16 +155,16 @@ def _described(metavar: str) -> str:
     return " or ".join(kinds) or "another value"
 
 
-def _given(option: str, args: Sequence[str]) -> str:
-    """What stands behind the last use of an option, as it was written."""
-    given: list[str] = []
+def _written(option: str, args: Sequence[str]) -> str:
+    """The text after the last use of an option."""
+    words: list[str] = []
     for i, word in enumerate(args):
         name, equals, value = word.partition("=")
         if name.replace("_", "-") == option:
-            given = [value] if equals else []
+            words = [value] if equals else []
             if not equals:
                 for other in args[i + 1 :]:
                     if other.startswith("--"):
                         break
-                    given.append(other)
-    return f"{' '.join(given)!r:.200}"
+                    words.append(other)
+    return f"{' '.join(words)!r:.200}"

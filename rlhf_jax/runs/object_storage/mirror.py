@@ -1,29 +1,27 @@
-"""A run folder in object storage: a spool on this machine, and a mirror of it.
+"""A run folder in object storage, as a local spool and its mirror in the bucket.
 
     --out gs://bucket/run ──> SPOOL/.../run, where the run writes, snapshots too
                                    │ sync: as a stage begins, when a snapshot is
                                    v complete, and at the end
                               gs://bucket/run, from which any machine goes on
 
-What is found in the bucket is a whole state at any moment: a sync writes rows first,
-then arrays, then the lists that make snapshots and models valid, and summary.json last;
-only then it removes older snapshots, their lists first. Rows beyond the newest snapshot
-are cut by the resume, as those of a killed run are.
+The bucket holds a complete run at any moment. A sync writes rows first, then arrays,
+then the lists that make snapshots and models valid, and summary.json last. Only then
+does it remove older snapshots, their lists first. A resume drops rows beyond the newest
+snapshot, as it does for a killed run.
 
-run.lock in the bucket names who writes. It is no lock, which object storage lacks: the
-newest process wins, and an older one stops at its next sync. Where it names the
-process that last wrote this machine's spool, the spool may be ahead, as after a lost
-connection, and is kept; else it is filled anew from the bucket.
+run.lock in the bucket names the writer. Object storage has no locks, so the newest
+process wins, and an older one stops at its next sync. If run.lock names the process
+that last wrote this machine's spool, the spool may be ahead of the bucket, as after a
+lost connection, and is kept. Otherwise it is filled anew from the bucket.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import os
 import shutil
-import socket
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -37,25 +35,25 @@ from rlhf_jax.runs.object_storage import urls
 from rlhf_jax.runs.proof.run_files import MANIFEST, SUMMARY, UNFINISHED
 from rlhf_jax.runs.snapshots.integrity import LIST
 
-STATE = "state.json"  # beside the spool: whose it is, and what the bucket has of it
+STATE = "state.json"  # beside the spool: its owner, and the files that the bucket has
 ORBAX_UNFINISHED = ".orbax-checkpoint-tmp"
-DELETED = "deleted"  # as of `snapshots.snapshots`, which is slow to load
-FIXED = ("snapshots", "model", "adapter", "reference")  # folders of files that stay
+DELETED = "deleted"  # as in `snapshots.snapshots`, which is slow to import
+FIXED = ("snapshots", "model", "adapter", "reference")  # their files never change
 FIRST = "config.json"  # without it a folder is no run
 Stamp = list[int]  # bytes and time of change [ns] of a local file
 _mirrors: dict[Path, Mirror] = {}  # by spool
 
 
 class LostError(write_errors.WriteError):
-    """The bucket could not be written to; the spool has it all."""
+    """The bucket could not be written to; the spool has every file."""
 
     def __init__(self, url: str, why: str, *, spool: Path) -> None:
         super().__init__(url, why)
-        self.remedy = f"see to the connection, keep {spool}"
+        self.remedy = f"check the connection and keep {spool}"
 
 
 def local(out: Path) -> Path:
-    """The folder where a run writes: `out` itself, or the spool of an address.
+    """Returns the folder where a run writes: `out` itself, or the spool of an address.
 
     Raises:
       InputError: as `urls.check`.
@@ -69,7 +67,7 @@ def local(out: Path) -> Path:
 
 
 def written(path: os.PathLike[str]) -> str:
-    """A path as config.json and messages have it: of a spool and below its address."""
+    """Returns a path for config.json and messages; in a spool, as an address."""
     path = Path(path)
     for spool in (path, *path.parents):
         if (mirror := _mirrors.get(spool)) is not None:
@@ -78,7 +76,7 @@ def written(path: os.PathLike[str]) -> str:
 
 
 def begin(out: Path, *, resume: bool) -> None:
-    """Fills a spool from its bucket; nothing for a path.
+    """Fills a spool from its bucket; does nothing for a local path.
 
     Raises:
       InputError: the bucket cannot be read, or holds a run and `resume` is off.
@@ -88,10 +86,10 @@ def begin(out: Path, *, resume: bool) -> None:
 
 
 def require_run(out: object, names: Sequence[str], *, resume: bool) -> None:
-    """Refuses an --out that holds these names and is no run to go on with.
+    """Checks that an --out with files of these names is a run that is being resumed.
 
     Raises:
-      InputError: it is not.
+      InputError: `resume` is off, or config.json is missing.
     """
     shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
     if not resume:
@@ -109,11 +107,11 @@ def require_run(out: object, names: Sequence[str], *, resume: bool) -> None:
 
 @contextlib.contextmanager
 def kept(out: Path) -> Iterator[None]:
-    """Around a run: claims the address of its spool, and brings it up to date last.
+    """Encloses a run: claims its address at the start, and updates it at the end.
 
     Raises:
       InputError: the bucket cannot be written to, or processes do not share the spool.
-      LostError: it cannot be written to any more.
+      LostError: the bucket can no longer be written to.
     """
     mirror = _mirrors.get(out)
     if mirror is None:
@@ -127,7 +125,7 @@ def kept(out: Path) -> Iterator[None]:
         yield
     except LostError:
         raise
-    except Exception:  # not Ctrl-C, which waits for no network
+    except Exception:  # Ctrl-C does not wait for the network
         with contextlib.suppress(StopError):
             syncing(out)()
         raise
@@ -136,7 +134,7 @@ def kept(out: Path) -> Iterator[None]:
 
 
 def syncing(folder: Path) -> Callable[[], None]:
-    """What brings the address of a run folder up to date; nothing for a path."""
+    """Returns a function that updates a run's address; for a path it does nothing."""
     mirror = _mirrors.get(folder)
     if mirror is None or not processes.is_first():
         return lambda: None
@@ -144,34 +142,34 @@ def syncing(folder: Path) -> Callable[[], None]:
 
 
 class Mirror:
-    """An address and its spool."""
+    """The address of a run, and its spool."""
 
     def __init__(self, url: str, spool: Path) -> None:
         self.url, self._spool = url, spool
         self._token = ""
-        self._there: dict[str, Stamp] = {}  # in the bucket, of local files
-        self._strays: list[str] = []  # there, of what a killed process began
+        self._uploaded: dict[str, Stamp] = {}  # of local files that the bucket has
+        self._strays: list[str] = []  # in the bucket, incomplete after a kill
         self._one_at_a_time = threading.Lock()
 
     def fill(self, *, resume: bool) -> None:
-        """Brings the spool to what the bucket holds, unless it is ahead of that."""
+        """Fills the spool from the bucket, unless the spool is ahead of it."""
         with self._reached():
-            there = {*urls.names(self.url)} - {lock.NAME}
+            names = {*urls.names(self.url)} - {lock.NAME}
             owner = self._owner()
-        if there:  # perhaps a bucket of many runs
-            require_run(self.url, sorted(there), resume=resume)
+        if names:  # the address may hold something else, such as many runs
+            require_run(self.url, sorted(names), resume=resume)
         state = urls.read(self._spool.parent / STATE)
         with lock.hold(self._spool):
             same = owner.get("token", "") == state.get("token")
             if same and (self._spool / FIRST).exists():
-                self._keep(state["there"], there)
+                self._keep(state["there"], names)
             else:
-                self._refill(urls.whole(there))
-        self._strays = sorted(there - {*self._files()})
+                self._refill(urls.whole(names))
+        self._strays = sorted(names - {*self._files()})
 
     def _refill(self, names: list[str]) -> None:
         (self._spool.parent / STATE).unlink(missing_ok=True)
-        self._there = {}
+        self._uploaded = {}
         for path in self._spool.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
@@ -179,12 +177,12 @@ class Mirror:
                 path.unlink()
         self._get(names)
 
-    def _keep(self, then: dict[str, Stamp], there: set[str]) -> None:
-        """What the spool has stays, but for what was removed from the bucket."""
-        for name in then.keys() - there:  # removed from the bucket since
+    def _keep(self, then: dict[str, Stamp], names: set[str]) -> None:
+        """Keeps the spool, without the files that were removed from the bucket."""
+        for name in then.keys() - names:
             urls.remove(self._spool / name, root=self._spool)
         now = {name: _stamp(self._spool / name) for name in self._files()}
-        self._there = {n: then[n] for n in then if now.get(n) == then[n]}
+        self._uploaded = {n: then[n] for n in then if now.get(n) == then[n]}
 
     def _get(self, names: list[str]) -> None:
         def get(name: str) -> None:
@@ -192,20 +190,16 @@ class Mirror:
 
         with self._reached():
             urls.each(get, names)
-        self._there |= {name: _stamp(self._spool / name) for name in names}
+        self._uploaded |= {name: _stamp(self._spool / name) for name in names}
 
     def claim(self) -> None:
-        """Writes who goes on with the run, which proves that the bucket can be written.
+        """Writes this process into run.lock as the writer of the run.
 
         Raises:
-          InputError: it cannot.
+          InputError: the bucket cannot be written to.
         """
         self._token = uuid.uuid4().hex
-        now = (
-            datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-        )
-        owner = {"process": os.getpid(), "host": socket.gethostname(), "since": now}
-        text = json.dumps(owner | {"token": self._token})
+        text = json.dumps(lock.owner() | {"token": self._token})
         files, at = urls.system(self.url), f"{self.url}/{lock.NAME}"
         with self._reached():
             urls.tried(lambda: files.pipe_file(at, text.encode()))
@@ -213,11 +207,11 @@ class Mirror:
         self._save()
 
     def sync(self) -> None:
-        """Brings the bucket to what the spool holds; see the top of this file.
+        """Copies the changes of the spool to the bucket, in the module's order.
 
         Raises:
-          LostError: it cannot be written to. StopError: another process goes on with
-            the run.
+          LostError: the bucket cannot be written to.
+          StopError: another process has claimed the run.
         """
         with self._one_at_a_time:
             try:
@@ -225,7 +219,7 @@ class Mirror:
                 self._put()
             except StopError:
                 raise
-            except Exception as error:  # whatever backends raise
+            except Exception as error:  # backends raise any type
                 raise LostError(self.url, urls.why(error), spool=self._spool) from error
 
     def _put(self) -> None:
@@ -236,36 +230,36 @@ class Mirror:
             path, at = self._spool / name, f"{self.url}/{name}"
             if name.split("/")[0] in FIXED:
                 files.put_file(str(path), at)
-            else:  # rows are appended meanwhile: what is there by now
+            else:  # rows may be appended meanwhile, so the file is read at once
                 files.pipe_file(at, path.read_bytes())
 
-        changed = [name for name in now if self._there.get(name) != now[name]]
+        changed = [name for name in now if self._uploaded.get(name) != now[name]]
         for rank in sorted({*map(_rank, changed)}):
             of_rank = [name for name in changed if _rank(name) == rank]
             urls.each(put, of_rank)
-            self._there |= {name: now[name] for name in of_rank}
+            self._uploaded |= {name: now[name] for name in of_rank}
         gone = [
             name
-            for name in self._there
+            for name in self._uploaded
             if name.startswith("snapshots/")
             and name not in now
-            and FIRST in now  # nobody has emptied the spool
+            and FIRST in now  # the spool was not emptied by someone else
         ]
         for rank in sorted({*map(_rank, gone)}, reverse=True):
             urls.each(self._remove, [n for n in gone if _rank(n) == rank])
-        self._there = {name: self._there[name] for name in now}
+        self._uploaded = {name: self._uploaded[name] for name in now}
         self._save()
 
     def _remove(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):  # by a try before
+        with contextlib.suppress(FileNotFoundError):  # removed by an earlier try
             urls.system(self.url).rm_file(f"{self.url}/{name}")
 
     def _save(self) -> None:
-        state = {"token": self._token, "there": self._there}
+        state = {"token": self._token, "there": self._uploaded}
         urls.write(self._spool.parent / STATE, state)
 
     def _files(self) -> list[str]:
-        """Names of the files of the spool, without what is being written."""
+        """Names of the files in the spool, without those being written."""
         names = [
             (Path(folder) / name).relative_to(self._spool).as_posix()
             for folder, _, files in os.walk(self._spool)
@@ -275,7 +269,7 @@ class Mirror:
             name
             for name in urls.whole(names)
             if name != lock.NAME
-            and not name.startswith(".")  # a model that is being written
+            and not name.startswith(".")  # a model being written
             and not name.endswith(UNFINISHED)
             and ORBAX_UNFINISHED not in name
             and f"/{DELETED}/" not in name
@@ -305,7 +299,7 @@ class Mirror:
 
     @contextlib.contextmanager
     def _reached(self) -> Iterator[None]:
-        """Turns whatever backends raise about the bucket into an InputError."""
+        """Turns any exception of a backend into an InputError."""
         try:
             yield
         except InputError:
@@ -313,13 +307,13 @@ class Mirror:
         except Exception as error:
             raise InputError(
                 f"--out {self.url}: expected a bucket that this user can read and "
-                f"write, got {urls.why(error)}; make it, log in to that cloud, or see "
-                f"to the network"
+                f"write, got {urls.why(error)}; make it, log in to that cloud, or "
+                f"check the network"
             ) from error
 
 
 def _rank(name: str) -> int:
-    """In which turn a file is written, so that what the bucket holds is whole."""
+    """The turn in which a file is written, so that the bucket holds a complete run."""
     parts = name.split("/")
     if name == SUMMARY:
         return 4

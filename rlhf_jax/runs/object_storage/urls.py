@@ -1,9 +1,9 @@
-"""Addresses of object storage, and copies on this machine of what is there.
+"""Addresses of object storage, and local copies of their files.
 
-gs://BUCKET/NAME and s3://BUCKET/NAME are read and written by fsspec. Its two backends
-are the extra `cloud`, and find credentials and endpoints as their clouds' own tools do.
+fsspec reads and writes gs://BUCKET/NAME and s3://BUCKET/NAME. Its two backends are the
+extra `cloud`; they find credentials and endpoints as the tools of those clouds do.
 
-    urls.of("gs://bucket/prompts.jsonl")        the address; None of a path
+    urls.of("gs://bucket/prompts.jsonl")        the address; None for a path
     urls.fetched("gs://bucket/prompts.jsonl")   the path of a copy that is up to date
 """
 
@@ -31,24 +31,24 @@ from rlhf_jax.runs import parsing
 from rlhf_jax.runs.proof.run_files import MANIFEST
 from rlhf_jax.runs.snapshots.integrity import LIST
 
-SCHEMES = {"gs": "gcsfs", "s3": "s3fs", "memory": "fsspec"}  # and their packages
+SCHEMES = {"gs": "gcsfs", "s3": "s3fs", "memory": "fsspec"}  # {scheme: package}
 SPOOL = "RLHF_JAX_SPOOL"  # environment variable: the folder of all copies
-PATIENCE = 120.0  # seconds for which what fails is tried again
-# Two letters at least: C:/runs is a path. `Path` makes one slash of two.
+PATIENCE = 120.0  # seconds for which a failed call is repeated
+# A scheme has at least two letters: C:/runs is a path. `Path` turns // into /.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
-_NO_BUCKET = re.compile(r"(gs|s3):", re.IGNORECASE)  # what `Path` makes of gs://
+_NO_BUCKET = re.compile(r"(gs|s3):", re.IGNORECASE)  # `Path` turns gs:// into gs:
 _NO_SLASH = re.compile(r"(gs|s3):([^/].*)", re.IGNORECASE | re.DOTALL)
 _AT_ONCE = 8  # files
-# As gcsfs, s3fs and botocore tell what no second try changes.
+# Errors of gcsfs, s3fs and botocore that a second try cannot mend.
 _FINAL = ("Forbidden", "NoCredentials", "Unable to locate credentials")
 Result = TypeVar("Result")
 
 
 def of(place: str | os.PathLike[str]) -> str | None:
-    """The address that a path or text is, without a last slash; None of another.
+    """Returns a path or text as an address without final slashes; None for a path.
 
     Raises:
-      InputError: an address without its slashes, which would be a folder of that name.
+      InputError: the address lacks its slashes, and would name a local folder.
     """
     text = os.fspath(place)
     if (short := _NO_SLASH.fullmatch(text)) is not None:
@@ -63,11 +63,11 @@ def of(place: str | os.PathLike[str]) -> str | None:
 
 
 def check(url: str) -> str:
-    """The address itself, if it can be read here.
+    """Checks an address, and returns it.
 
     Raises:
-      InputError: its scheme is unknown, it has no bucket, it leads out of the folder of
-        its copy, or its package is missing.
+      InputError: its scheme is unknown, it has no bucket, it contains . or .. as a
+        part, or the package of its scheme is missing.
     """
     scheme, _, place = url.partition("://")
     if scheme not in SCHEMES or not place:
@@ -91,10 +91,10 @@ def check(url: str) -> str:
 
 
 def refuse(place: Path, *, option: str) -> None:
-    """Refuses an address where only a path will do.
+    """Refuses an address for an option that takes only local paths.
 
     Raises:
-      InputError: it is one.
+      InputError: `place` is an address.
     """
     if (url := of(place)) is not None:
         raise InputError(
@@ -104,36 +104,36 @@ def refuse(place: Path, *, option: str) -> None:
 
 
 def spool() -> Path:
-    """The folder of all copies: $RLHF_JAX_SPOOL, or one in the user's cache."""
-    if given := os.environ.get(SPOOL):
-        return Path(given).absolute()
+    """Returns the folder of all copies: $RLHF_JAX_SPOOL, or one in the user's cache."""
+    if folder := os.environ.get(SPOOL):
+        return Path(folder).absolute()
     compiled = program_cache.default_folder()
-    if compiled is None:  # no home
+    if compiled is None:  # the user has no home folder
         return Path(tempfile.gettempdir()) / "rlhf_jax" / "spool"
     return compiled.parent / "spool"
 
 
 def place_of(url: str, *, kind: str) -> Path:
-    """Where the copy of an address is, a place of the same name in a folder its own."""
+    """Returns the path of an address's copy: a folder of its own, and its last name."""
     digest = hashlib.sha256(url.encode()).hexdigest()[:12]
     return spool() / kind / digest / url.rpartition("/")[2]
 
 
 @functools.cache
 def system(url: str) -> Any:
-    """The file system of an address, of which nothing is asked yet.
+    """Returns the fsspec file system of an address, without contacting the bucket.
 
     Raises:
-      InputError: as `check`, or the package does not start.
+      InputError: as `check`, or the backend does not start.
     """
     scheme = check(url).partition("://")[0]
-    # Its clients for zonal buckets ask for credentials, and warn of their absence.
+    # gcsfs's clients for zonal buckets would warn if there are no credentials.
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-    import fsspec  # half a second that runs on this machine save
+    import fsspec  # takes half a second, which local runs save
 
     try:
         return fsspec.filesystem(scheme, use_listings_cache=False)
-    except Exception as error:  # whatever backends raise without credentials
+    except Exception as error:  # backends raise any type without credentials
         raise InputError(
             f"{url:.200}: expected a bucket that this user can open, got {why(error)}; "
             f"log in to that cloud"
@@ -141,7 +141,7 @@ def system(url: str) -> Any:
 
 
 def why(error: BaseException) -> str:
-    """What a backend raised, in a line."""
+    """Returns a backend's exception as one line."""
     if isinstance(error, FileNotFoundError):
         return "no such bucket or file"
     first = next(iter(str(error).splitlines()), "")
@@ -149,17 +149,17 @@ def why(error: BaseException) -> str:
 
 
 def tried(call: Callable[[], Result], *, over: threading.Event | None = None) -> Result:
-    """The call's result; what fails is tried again for `PATIENCE` seconds.
+    """Returns the call's result; a failed call is repeated for `PATIENCE` seconds.
 
-    Raises what the last try did. What is missing or forbidden is not tried again, and
-    nothing once `over` is set.
+    Raises the last exception. A missing or forbidden file is not tried again, and no
+    call is once `over` is set.
     """
     end, pause = time.monotonic() + PATIENCE, 1.0
     over = threading.Event() if over is None else over
     while True:
         try:
             return call()
-        except Exception as error:  # each backend has its own
+        except Exception as error:  # backends raise any type
             final = isinstance(error, FileNotFoundError | PermissionError)
             text = f"{type(error).__name__} {error}"
             final = final or any(part in text for part in _FINAL)
@@ -169,14 +169,14 @@ def tried(call: Callable[[], Result], *, over: threading.Event | None = None) ->
 
 
 def _paused(seconds: float, over: threading.Event) -> bool:
-    """Waits, and says whether it is over."""
+    """Waits; whether `over` was set meanwhile."""
     return over.wait(seconds)
 
 
 def each(call: Callable[[str], object], names: Iterable[str]) -> None:
-    """`tried` calls of all names, several at once; the first error is raised.
+    """Calls `tried` for all names, several at once; raises the first error.
 
-    That and Ctrl-C end what is tried again: leaving waits for the threads.
+    An error or Ctrl-C ends further tries, since the pool waits for its threads.
     """
     over = threading.Event()
     with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -187,37 +187,37 @@ def each(call: Callable[[str], object], names: Iterable[str]) -> None:
 
 
 def names(url: str) -> dict[str, str]:
-    """{name below an address: what changes with its content}; "" is itself a file.
+    """Returns {name below an address: token of its content}; "" if it is a file itself.
 
-    Raises what the backend does, and InputError of a name that leads out of a folder:
-    others may write to a bucket, and no name of theirs chooses a place on this machine.
+    Raises the backend's errors, and InputError for a name that leads out of the folder:
+    others may write to a bucket, and must not choose a path on this machine.
     """
     from fsspec.utils import tokenize
 
     files, root = system(url), system(url)._strip_protocol(url)
     infos = tried(lambda: files.find(root, detail=True))
-    there = {
+    tokens = {
         path.removeprefix(root).lstrip("/"): tokenize(info)
         for path, info in infos.items()
-        if not path.endswith("/")  # a placeholder of a folder
+        if not path.endswith("/")  # a folder's placeholder
     }
-    for name in there:
+    for name in tokens:
         if not _stays_below(name):
             raise InputError(
                 f"{url:.200}: expected names of files that are below it, got "
-                f"{name!r:.200}; remove that object, and see who wrote it"
+                f"{name!r:.200}; remove that object, and find out who wrote it"
             )
-    return there
+    return tokens
 
 
 def _stays_below(name: str) -> bool:
-    """Whether a name joined to a folder is a place in it, on any system."""
+    """Whether a name joined to a folder stays inside it, on any system."""
     leading = {".", ".."} & {*name.replace("\\", "/").split("/")}
     return not leading and not PureWindowsPath(name).drive and "\0" not in name
 
 
 def get(url: str, path: Path) -> None:
-    """Copies a file from an address, whole or not at all."""
+    """Copies a file from an address in one step: whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -233,15 +233,15 @@ def fetched(
     only: Sequence[str] = ("*",),
     but: Sequence[str] = (),
 ) -> Path:
-    """The path itself; of an address that of a copy, which is brought up to date.
+    """Returns a path itself; for an address, the path of an up-to-date copy.
 
-    A model comes with the manifest beside it, and then whole.
+    A model with a manifest beside it is copied completely, with the manifest.
 
     Args:
-      only, but: patterns of the names below the address that are copied, and not.
+      only, but: patterns of names below the address to copy, and to leave out.
 
     Raises:
-      InputError: there is nothing, or it cannot be read.
+      InputError: there is no such file or folder, or it cannot be read.
     """
     url = of(place)
     if url is None:
@@ -251,40 +251,40 @@ def fetched(
         _update(url, path, only=only, but=but)
     except InputError:
         raise
-    except Exception as error:  # whatever backends raise
+    except Exception as error:  # backends raise any type
         raise InputError(
             f"{url:.200}: expected a file or folder that can be read, got "
-            f"{why(error)}; see to its name, its permissions and the network"
+            f"{why(error)}; check its name, its permissions and the network"
         ) from error
     return path
 
 
 def _update(url: str, path: Path, *, only: Sequence[str], but: Sequence[str]) -> None:
-    there = names(url)
-    if not there:
+    tokens = names(url)
+    if not tokens:
         raise FileNotFoundError("nothing there")
     list_of_copies = path.parent / f"{path.name}.copies"  # never `path` itself
     have = read(list_of_copies)
-    if "" not in there:
+    if "" not in tokens:
         manifest = path.parent / f"{path.name}{MANIFEST}"
         if tried(lambda: system(url).exists(f"{url}{MANIFEST}")):
             get(f"{url}{MANIFEST}", manifest)
             only = ("*",)
         else:
             manifest.unlink(missing_ok=True)
-        there = {name: there[name] for name in whole(there)}
-        # Also what an update brought that was killed before it wrote its list.
-        for name in _copied(path) - there.keys():
+        tokens = {name: tokens[name] for name in whole(tokens)}
+        # Includes files of an update that was killed before it wrote its list.
+        for name in _copied(path) - tokens.keys():
             remove(path / name, root=path)
-    wanted = [name for name in there if _chosen(name, only=only, but=but)]
-    kept = {n: key for n, key in have.items() if there.get(n) == key}
+    wanted = [name for name in tokens if _chosen(name, only=only, but=but)]
+    kept = {n: key for n, key in have.items() if tokens.get(n) == key}
     missing = [n for n in wanted if n not in kept or not (path / n).exists()]
     each(lambda name: get(f"{url}/{name}".rstrip("/"), path / name), missing)
-    write(list_of_copies, kept | {name: there[name] for name in missing})
+    write(list_of_copies, kept | {name: tokens[name] for name in missing})
 
 
 def _copied(folder: Path) -> set[str]:
-    """Files of a copy, without what `get` is writing, perhaps of another process."""
+    """Files of a copy, without those that `get` is writing in any process."""
     paths = (path for path in folder.rglob("*") if path.is_file())
     names = {path.relative_to(folder).as_posix() for path in paths}
     return {name for name in names if not name.endswith(".tmp")}
@@ -298,24 +298,24 @@ def _chosen(name: str, *, only: Sequence[str], but: Sequence[str]) -> bool:
 
 
 def whole(names: Collection[str]) -> list[str]:
-    """Names of files of a run but for snapshots and models that are being written.
+    """Returns a run's file names without those of incomplete snapshots and models.
 
-    A snapshot's list and a model's manifest are written last.
+    A snapshot is complete once it has its list, a model once it has its manifest.
     """
-    there = {*names}
+    present = {*names}
 
     def belongs(name: str) -> bool:
         parts = name.split("/")
         if parts[0] == "snapshots" and len(parts) > 3 and parts[2].isdecimal():
-            return "/".join((*parts[:3], LIST)) in there
+            return "/".join((*parts[:3], LIST)) in present
         exported = parts[0] in ("model", "adapter") and len(parts) > 1
-        return not exported or f"{parts[0]}{MANIFEST}" in there
+        return not exported or f"{parts[0]}{MANIFEST}" in present
 
-    return sorted(name for name in there if belongs(name))
+    return sorted(name for name in present if belongs(name))
 
 
 def remove(path: Path, *, root: Path) -> None:
-    """Removes a file, if it is there, and the folders below `root` that it leaves."""
+    """Removes a file if it exists, and the folders below `root` that become empty."""
     path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # not empty
         for parent in path.relative_to(root).parents:
@@ -324,7 +324,7 @@ def remove(path: Path, *, root: Path) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What `write` wrote; nothing where it is missing or cut off."""
+    """Reads a record that `write` wrote; empty if missing or truncated."""
     try:
         return record(path.read_bytes())
     except OSError:
@@ -332,7 +332,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def record(text: bytes) -> dict[str, Any]:
-    """A JSON object; an empty one of a text that is none."""
+    """Parses a JSON object; empty for any other text."""
     source = parsing.Source("a record of copies", "an object")
     try:
         content = parsing.of_json(text, source, size=None)
@@ -342,7 +342,7 @@ def record(text: bytes) -> dict[str, Any]:
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes JSON beside copies, whole or not at all."""
+    """Writes a JSON record in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     unfinished.write_text(json.dumps(content), encoding="utf-8")

@@ -1,6 +1,6 @@
-"""--profile: the steps that it asks for, their trace, and what it says.
+"""--profile: the steps to trace, the trace, and the times in it.
 
-Here is what every run needs of it; `profiler` and `trace` are of those that ask.
+This module is what every run imports; `profiler` and `trace` are imported on demand.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import jax
 from rlhf_jax.functional.checks import InputError
 
 Masks = tuple[jax.Array, jax.Array]  # segments or mask [B, S], response tokens [B, S]
-HOST_SCOPE = "reward"  # that user code has on the host
+HOST_SCOPE = "reward"  # annotation of user code on the host
 
 
 class Window(NamedTuple):
-    """Steps of the last stage of a run."""
+    """Steps of the last stage of a run that are profiled."""
 
     first: int
-    end: int  # the first one that is not profiled
+    end: int  # exclusive
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The steps of "5:8", which are 5, 6 and 7.
+        """Parses "5:8", which means the steps 5, 6 and 7.
 
         Raises:
-          InputError: it is not that, or holds no step.
+          InputError: the text has another form, or contains no step.
         """
         match = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text, flags=re.ASCII)
         if match is None or int(match[1]) >= int(match[2]):
@@ -41,7 +41,7 @@ class Window(NamedTuple):
         """Checks that a run has these steps; a program without steps has 0.
 
         Raises:
-          InputError: it has fewer.
+          InputError: the run has fewer steps.
         """
         if self.end > num_steps:
             expected = f"steps 0 to {num_steps - 1}, which the run has"

@@ -1,15 +1,15 @@
-"""What programs call their operations, read from a trace's protocol buffers.
+"""The names that programs give to their operations, from a trace's protocol buffers.
 
-`jax.profiler.ProfileData` has the events of a trace, but neither the programs that the
-trace keeps nor what it says of all events of a name. Both are here, by the numbers of
-the fields in `xplane.proto` and `hlo.proto`, which never change:
+`jax.profiler.ProfileData` has the events of a trace, but neither the programs in it nor
+the metadata of events. This module reads both by the numbers of their fields in
+`xplane.proto` and `hlo.proto`, which never change:
 
     XSpace.planes 1 ─ XPlane.name 2, .event_metadata 4, .stat_metadata 5
     XEventMetadata.name 2, .stats 5 ─ XStat.metadata_id 1, .str 5, .bytes 6, .ref 7
     HloProto.module 1 ─ .computations 3 ─ .instructions 2 ─ .name 1,
         .metadata.op_name 7.2
 
-The event metadata that holds a program is named for it: "jit_learn(144)" is 144.
+The event metadata that holds a program has its name and id: "jit_learn(144)".
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Value = int | memoryview
 
 
 class OpNames(NamedTuple):
-    """Names as JAX gave them: "jit(learn)/jit(main)/loss/dot_general"."""
+    """Names that JAX gave to operations: "jit(learn)/jit(main)/loss/dot_general"."""
 
     of_programs: dict[int, dict[str, str]]  # by program id and operation
     of_modules: dict[str, list[dict[str, str]]]  # by module: its programs
-    of_events: dict[str, str]  # by the event's name, where the trace says so itself
+    of_events: dict[str, str]  # by name of the event, for events with such metadata
 
     def names(
         self,
@@ -37,11 +37,11 @@ class OpNames(NamedTuple):
         module: str | None = None,
         operation: str | None = None,
     ) -> set[str]:
-        """The names that an event's operation may have; none where none is known.
+        """Returns the names that an event's operation may have, if any is known.
 
-        A program that was read from the compilation cache runs under another number
-        than it is kept with: then every program of its module may be meant. Program,
-        module and operation are its stats `program_id`, `hlo_module` and `hlo_op`.
+        A program from the compilation cache runs under another id than the one in the
+        trace. Then all programs of its module are candidates. Program, module and
+        operation are the event's stats `program_id`, `hlo_module` and `hlo_op`.
         """
         programs = self.of_modules.get(module or "", [])
         if program in self.of_programs:
@@ -53,10 +53,10 @@ class OpNames(NamedTuple):
 
 
 def op_names(space: bytes) -> OpNames:
-    """The names in a serialised XSpace.
+    """Reads the names in a serialised XSpace.
 
     Raises:
-      ValueError: it is cut off.
+      ValueError: it is truncated.
     """
     of_programs: dict[int, dict[str, str]] = {}
     of_modules: dict[str, list[dict[str, str]]] = defaultdict(list)
@@ -117,7 +117,7 @@ def _fields(message: memoryview) -> Iterator[tuple[int, Value]]:
     """(number, value) of every field; fixed-width ones are bytes.
 
     Raises:
-      ValueError: the message is cut off, or is none.
+      ValueError: the message is truncated, or is not a protocol buffer.
     """
     at, end = 0, len(message)
     while at < end:

@@ -4,7 +4,7 @@
     devices       behind   │    behind     │ behind
                          waits           waits
 
-The run waits for its devices at the two boundaries alone.
+The run waits for its devices only at the two boundaries.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Text(NamedTuple):
 
     prompt: int
     response: int
-    observed: int = 0  # behind the first of the response, and none of its tokens
+    observed: int = 0  # other tokens after the response's first, such as observations
 
 
 class Profiled(NamedTuple):
-    """What is known of a profiled window beside its trace."""
+    """Facts about a profiled window that its trace does not contain."""
 
     stage: str
     first: int
@@ -47,9 +47,9 @@ class Profiled(NamedTuple):
     seconds: float  # between the two boundaries
     trace: str  # the .xplane.pb, below the run folder
     texts: list[list[Text]]  # of each step
-    compiled: int  # programs, meanwhile
-    device: str  # the kind that JAX calls it
-    devices: int  # of all processes, whether the run computed there or not
+    compiled: int  # programs compiled within the window
+    device: str  # JAX's `device_kind`
+    devices: int  # number over all processes, idle devices included
     processes: int
 
     @property
@@ -59,10 +59,7 @@ class Profiled(NamedTuple):
 
 
 class Profiler:
-    """Traces the steps of a window.
-
-    Of several processes the first traces, its own devices.
-    """
+    """Traces the steps of a window, on the devices of the first process."""
 
     def __init__(
         self,
@@ -72,9 +69,9 @@ class Profiler:
         window: Window,
         paused: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Takes the steps of a stage.
+        """Stores the window of a stage.
 
-        `paused` is around what is no step's time, as `metrics.Recorder.paused`.
+        `paused` encloses work outside the time of steps, as `metrics.Recorder.paused`.
         """
         self._folder, self._stage, self._window = run_folder, stage, window
         self._paused = paused
@@ -86,7 +83,7 @@ class Profiler:
         self._step = contextlib.ExitStack()  # the annotation of a step under way
 
     def begin_stage(self, stage: str, start: int) -> None:
-        """Begins with `start`; says where that is after the window, untraced."""
+        """Begins at step `start`; warns if an untraced window lies before it."""
         self.begin_step(stage, start)
         window = self._window
         if stage != self._stage or start < window.end:
@@ -99,7 +96,7 @@ class Profiler:
             )
 
     def begin_step(self, stage: str, step: int) -> None:
-        """Starts the trace where `step`, the next one, is in the window."""
+        """Starts the trace if the next step, `step`, is in the window."""
         if stage != self._stage or not self._window.first <= step < self._window.end:
             return
         if self._since is None:
@@ -109,7 +106,7 @@ class Profiler:
             self._step.enter_context(annotation)
 
     def end_step(self, step: int, texts: Iterable[Masks]) -> None:
-        """Notes what the step read, and ends the trace after the window's last one."""
+        """Stores a step's masks, and ends the trace after the window's last step."""
         if self._since is None:
             return
         self._masks.append(list(texts))
@@ -121,7 +118,7 @@ class Profiler:
                 self._write(seconds)
 
     def close(self) -> None:
-        """Gives up a trace that is under way, as a stop or an error does."""
+        """Discards an unfinished trace, as after a stop or an error."""
         self._step.close()
         if self._since is not None and processes.is_first():
             folder = self._folder / FOLDER
@@ -129,17 +126,17 @@ class Profiler:
                 jax.profiler.stop_trace()
                 if not (folder / WINDOW).exists():
                     shutil.rmtree(folder)
-                else:  # of an earlier window, whose trace stays
+                else:  # keep the trace of an earlier window
                     for path in set(folder.rglob(TRACES)) - self._earlier:
                         shutil.rmtree(path.parent)
         self._since, self._masks = None, []
 
     def _start(self, step: int) -> None:
-        # The devices' time is of the steps, whose timings have it.
+        # Waits outside `paused`: this time belongs to earlier steps.
         jax.block_until_ready(jax.live_arrays())
         if processes.is_first():
             options = jax.profiler.ProfileOptions()
-            # Python's own calls would be most of the trace, and slow the run.
+            # Calls of Python functions would fill most of the trace and slow the run.
             options.python_tracer_level = 0
             folder = self._folder / FOLDER
             self._earlier = set(folder.rglob(TRACES))
@@ -156,7 +153,7 @@ class Profiler:
         folder = self._folder / FOLDER
         with write_errors.writing(folder):
             jax.profiler.stop_trace()
-        # Named by their time, of which the newest is this one.
+        # Folders are named by their time, so the last one is this trace.
         newest = max(folder.rglob(TRACES), key=lambda path: path.parent.name)
         profiled = Profiled(
             stage=self._stage,
@@ -175,9 +172,9 @@ class Profiler:
 
 
 def read(run_folder: Path, *, window: Window | None) -> Profiled | None:
-    """The newest profile of a run; None where it has none of these steps.
+    """Reads the newest profile of a run; None if it has none within the window.
 
-    It may be within the window, as of a resume that traced what was left.
+    The profile may cover a part of the window, as after a resume.
     """
     path = run_folder / FOLDER / WINDOW
     if window is None or not path.exists():
@@ -191,7 +188,6 @@ def read(run_folder: Path, *, window: Window | None) -> Profiled | None:
 
 
 def _lengths(masks: Sequence[Masks]) -> list[Text]:
-    """The lengths of all texts, row by row."""
     texts: list[Text] = []
     for which, responses in processes.whole(list(masks)):
         segments = np.asarray(which).astype(np.int32)

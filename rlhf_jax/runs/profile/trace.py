@@ -4,9 +4,9 @@
     device        rollout │ reference │   loss │opt│loss │opt
     host                  │  reward: waits for a verifier    waited: no device runs
 
-A scope takes the time in which at least one of its operations runs. Operations that run
-at the same time count in each of their scopes, and a loop or a branch, whose event
-spans those of its body, with what they leave of it alone.
+The time of a scope is that in which at least one of its operations runs. Operations
+that run at the same time count in each of their scopes. The event of a loop or branch
+spans the events of its body, and counts only for the time between them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from rlhf_jax.runs.profile import HOST_SCOPE
 from rlhf_jax.runs.profile.op_names import OpNames, op_names
 
 SCOPES = ("rollout", "reference", "reward", "values", "loss", "optimizer")
-"""The scopes that a step has, in its order."""
-# Also inside transformations, "jit(learn)/transpose(jvp(loss))/dot_general". A function
-# of that name is none: "jit(values)".
+"""The scopes of a step, in order."""
+# Matches scopes inside transformations, "jit(learn)/transpose(jvp(loss))/dot_general",
+# but not a jitted function of the same name, "jit(values)".
 SCOPE = re.compile(rf"(?:^|/|(?<!jit)\()({'|'.join(SCOPES)})(?=[/)]|$)")
 Event = tuple[str | None, float, float]  # scope, start and end, ns
 Spans = NDArray[np.float64]  # [n, 2], start and end, ns
@@ -37,26 +37,26 @@ OfDevices = dict[str, dict[str | None, Spans]]  # by device and scope
 class Times(NamedTuple):
     """Seconds of a trace, means over its devices."""
 
-    scopes: dict[str, float]  # those that were seen, in the order of SCOPES
-    busy: float  # in which a device ran any operation
-    unscoped: float  # of these, in which it ran operations of no scope alone
-    waited: float  # in which no operation ran and the host was in user code
+    scopes: dict[str, float]  # scopes in the trace, in the order of SCOPES
+    busy: float  # while a device ran any operation
+    unscoped: float  # the part of `busy` in which no scope's operation ran
+    waited: float  # while no operation ran and the host was in user code
     devices: int
 
 
 def scope_of(op_name: str) -> str | None:
-    """The innermost scope of an operation's name; None outside of all."""
+    """Returns the innermost scope in an operation's name; None if it has none."""
     scopes = SCOPE.findall(op_name)
     return scopes[-1] if scopes else None
 
 
 def times(path: Path) -> Times:
-    """Reads a trace, the .xplane.pb of one process; ValueError if it is not whole."""
+    """Reads a trace, the .xplane.pb of one process; ValueError if truncated."""
     data = path.read_bytes()
     names = op_names(data)
     space = ProfileData.from_serialized_xspace(data)
     of_devices, of_host = _operations(space, names)
-    # A CPU runs operations in the host's threads; the host of others launches them.
+    # CPU operations run in the host's threads; other devices have planes of their own.
     spans = of_devices or of_host
     host = _annotations(space)
     per_device = []
@@ -90,7 +90,7 @@ def _operations(space: Any, names: OpNames) -> tuple[OfDevices, OfDevices]:
         if not is_device and plane.name != "/host:CPU":
             continue
         for line in plane.lines:
-            # Of TPUs and GPUs; other lines there say the same again in other words.
+            # The lines of operations on TPUs and GPUs; other lines repeat them.
             if is_device and not (line.name or "").startswith(("XLA Ops", "Stream")):
                 continue
             of_line: dict[str, list[Event]] = defaultdict(list)
@@ -106,7 +106,7 @@ def _operations(space: Any, names: OpNames) -> tuple[OfDevices, OfDevices]:
                         module=stats.get("hlo_module"),
                         operation=key[2],
                     ) or {str(stats.get("tf_op", ""))}
-                    # Programs of one name may disagree: then it is in no scope.
+                    # If the candidate programs disagree, the event is in no scope.
                     (scope, *others) = {scope_of(name) for name in known}
                     scopes[key] = None if others else scope
                 device = plane.name
@@ -121,14 +121,14 @@ def _operations(space: Any, names: OpNames) -> tuple[OfDevices, OfDevices]:
 
 
 def _own(events: list[Event]) -> list[Event]:
-    """The events of a line, each without the time of those that lie inside it.
+    """The events of a line, each without the time of events nested inside it.
 
     while   0 ────────────── 9       0 ─ 2     5 ─ 6     8 ─ 9
     body        2 ─── 5  6 ─ 8           2 ─ 5     6 ─ 8
     """
     own: list[Event] = []
     around: list[tuple[str | None, float]] = []  # scope and end, the innermost last
-    at = 0.0  # up to where the innermost is in `own`
+    at = 0.0  # time up to which the innermost event is in `own`
 
     def leave(until: float) -> None:
         nonlocal at
@@ -141,7 +141,7 @@ def _own(events: list[Event]) -> list[Event]:
         leave(start)
         if around:
             outer, last = around[-1]
-            if end > last + ROUNDING:  # at the same time as it, not inside
+            if end > last + ROUNDING:  # overlaps it, and is not nested
                 own.append((scope, start, end))
                 continue
             own.append((outer, at, start))
@@ -163,7 +163,6 @@ def _by_scope(devices: dict[str, list[Event]]) -> OfDevices:
 
 
 def _annotations(space: Any) -> Spans:
-    """When the host was in user code."""
     spans = [
         (event.start_ns, event.start_ns + event.duration_ns)
         for plane in space.planes
@@ -176,7 +175,7 @@ def _annotations(space: Any) -> Spans:
 
 
 def _union(spans: Spans) -> Spans:
-    """The same time in spans that do not overlap, in order."""
+    """Merges overlapping spans; the result is in order."""
     if not len(spans):
         return spans.reshape(0, 2)
     spans = spans[np.argsort(spans[:, 0], kind="stable")]
@@ -187,5 +186,5 @@ def _union(spans: Spans) -> Spans:
 
 
 def _length(spans: Spans) -> float:
-    """Seconds of spans that do not overlap."""
+    """Total seconds of spans that do not overlap."""
     return float((spans[:, 1] - spans[:, 0]).sum()) / 1e9

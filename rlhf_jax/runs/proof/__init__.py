@@ -1,1 +1,1 @@
-"""Proof that the files of a run are what it wrote."""
+"""Proof that the files of a run are those that it wrote."""

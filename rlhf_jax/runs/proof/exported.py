@@ -1,7 +1,7 @@
-"""The manifest beside an exported model: OUT/model.sha256 of OUT/model.
+"""The manifest beside an exported model: OUT/model.sha256 for OUT/model.
 
-`sha256sum -c model.sha256` in OUT reads it too. A model that has one is checked when it
-is loaded; a copy elsewhere without it is a checkpoint like any other.
+`sha256sum -c model.sha256` in OUT also checks it. A model with a manifest is checked
+when it is loaded. A copy without one is loaded like any other checkpoint.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from rlhf_jax.runs.proof.run_files import MANIFEST, Checked
 
 
 def path_of(model: Path) -> Path:
-    """Where the manifest of a folder is."""
+    """Returns the path of a model folder's manifest."""
     model = model.absolute()
     return model.parent / (model.name + MANIFEST)  # "/" has no name
 
 
 def has_manifest(model: Path) -> bool:
-    """Whether it is there; False where the system takes no such name."""
-    return os.path.exists(path_of(model))  # Path.exists raises of one too long
+    """Returns whether the manifest exists; False if the system refuses its name."""
+    return os.path.exists(path_of(model))  # Path.exists raises if it is too long
 
 
 def write(model: Path, *, anew: bool) -> None:
-    """Writes the manifest of a folder that is whole; the first process does so.
+    """Writes the manifest of a complete folder; only the first process writes.
 
     Args:
-      anew: the folder is new; else it is written where a killed run left none.
+      anew: whether the folder is new; otherwise only a missing manifest is written.
     """
     if processes.is_first() and (anew or not has_manifest(model)):
         folder.write_text(path_of(model), _written(_digests(model)))
 
 
 def check(model: Path) -> Checked:
-    """Compares a folder with its manifest; nothing of one without."""
+    """Compares a folder with its manifest; without one, nothing is checked."""
     if not has_manifest(model):
         return Checked(0, [], [], [], [])
     text = path_of(model).read_bytes().decode(errors="replace")
@@ -60,21 +60,21 @@ def check(model: Path) -> Checked:
 
 
 def require(model: Path) -> None:
-    """Refuses a model that is not what was exported; files added to it are told.
+    """Refuses a model that differs from its manifest; prints a note about added files.
 
     Raises:
-      InputError: names the files that differ.
+      InputError: files differ; the message names them.
     """
     checked, manifest = check(model), path_of(model).name
     if checked.faults:
         raise InputError(
             f"expected the files that {manifest} beside it lists, got\n"
             f"{checks.listed(checked.faults)}\nexport it again, or remove that list "
-            f"where the change is yours"
+            f"if you made the change"
         )
     if checked.added and processes.is_first():
         print(
-            f"note: {model} has files that {manifest} does not vouch for:\n"
+            f"note: {model} has files that {manifest} does not list:\n"
             f"{checks.listed(checked.added)}",
             file=sys.stderr,
         )

@@ -1,9 +1,9 @@
-"""What a run folder says of its own files, and whether they still are so.
+"""The sums of a run folder's files, and the check that the files still match them.
 
-Every snapshot has the sums of the rows of its stage so far, of config.json and of
-data.json (`FILES` of its meta), and summary.json the sums of all files at the end. The
-files of a snapshot have a list of their own (`snapshots.integrity`), and an exported
-model its manifest (`exported`): of these the lists count.
+Every snapshot has the sums of its stage's rows so far, of config.json and of data.json
+(`FILES` in its meta). summary.json has the sums of all files at the end. Files of a
+snapshot and of an exported model are covered by the sums of their lists instead
+(`snapshots.integrity` and `exported`).
 """
 
 from __future__ import annotations
@@ -21,32 +21,30 @@ from rlhf_jax.runs.snapshots.integrity import LIST
 
 FILES = "files"  # key in a snapshot's meta
 SUMMARY = "summary.json"
-OPTIONS = ("config.json", "data.json")  # what a run writes as it begins
+OPTIONS = ("config.json", "data.json")  # written at the start of a run
 MANIFEST = ".sha256"  # beside an exported model: model.sha256
 LOCK = "run.lock"
-UNFINISHED = ".tmp"  # as `folder.write_text` names what a kill may leave
+UNFINISHED = ".tmp"  # suffix of files that a kill of `folder.write_text` may leave
 ASIDE = ".set-aside"  # as `snapshots.SET_ASIDE`
 ROWS = ".jsonl"
 Meta = Mapping[str, Any]  # of a snapshot
 
 
 class Checked(NamedTuple):
-    """What the check of a folder came to."""
+    """The outcome of checking a folder."""
 
-    whole: int  # files that are what was written
+    whole: int  # number of files that match their sums
     faults: list[str]
-    unproven: list[str]  # what should be vouched for, and is not
-    later: list[str]  # what has come after the newest snapshot of a run under way
-    added: list[
-        str
-    ]  # files that have come since it ended: no fault, and not vouched for
+    unproven: list[str]  # files and rows that should have a sum, and have none
+    later: list[str]  # written after the newest snapshot of a run under way
+    added: list[str]  # files added since the end of the run; not a fault
 
 
 def sealed(folder: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """A summary with the sums of all files of its run.
+    """Returns a summary with the sums of all files of its run.
 
-    Rows that are no longer those of the newest snapshot of their stage stand there as
-    doubts, as of a run that went on with --accept-lost-rows.
+    Rows that differ from those of their stage's newest snapshot, as after
+    --accept-lost-rows, are recorded as doubts.
     """
     newest = resume.newest_metas(folder).items()
     doubts = [
@@ -59,10 +57,10 @@ def sealed(folder: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check(folder: Path, *, only: Collection[str] | None = None) -> Checked:
-    """Compares the files of a run folder with what it says of them.
+    """Compares the files of a run folder with their recorded sums.
 
     Args:
-      only: names of files, without the snapshots; None is all that is there.
+      only: names of the files to check, without snapshots; None checks everything.
     """
     faults: list[str] = []
     unproven: list[str] = []
@@ -76,7 +74,7 @@ def check(folder: Path, *, only: Collection[str] | None = None) -> Checked:
             faults.append(f"{SUMMARY}: {error}")
     metas: list[tuple[str, int, Meta]] = []
     if proof is None or only is None:
-        # The newest alone: a run that went on with --accept-lost-rows keeps older ones.
+        # Only the newest: after --accept-lost-rows older ones no longer match.
         metas = [
             (stage.name, *newest)
             for stage in sorted((folder / "snapshots").glob("*"))
@@ -92,7 +90,7 @@ def check(folder: Path, *, only: Collection[str] | None = None) -> Checked:
     elif not metas and not is_over and not resume.newest_metas(folder):
         later.append("no snapshot is complete yet")
     elif not metas:
-        unproven.append("a version that kept no sums of its files wrote it")
+        unproven.append("written by a version without sums of files")
     elif is_over and not faults:
         faults.append(f"{SUMMARY}: expected its proof, got none")
     faults += sums.differences(expected, sums.of_files(folder, [*expected]))
@@ -107,13 +105,13 @@ def check(folder: Path, *, only: Collection[str] | None = None) -> Checked:
 
 
 def require(folder: Path, *, only: Collection[str], instead: str) -> list[str]:
-    """Refuses files that a number is to be computed from and that are damaged.
+    """Refuses to read files that are not those that the run wrote.
 
     Returns:
       `Checked.unproven`.
 
     Raises:
-      InputError: names what is not what the run wrote.
+      InputError: files are damaged; the message names them and ends with `instead`.
     """
     checked = check(folder, only=only)
     if checked.faults:
@@ -125,7 +123,7 @@ def require(folder: Path, *, only: Collection[str], instead: str) -> list[str]:
 
 
 def of_options(folder: Path) -> dict[str, Sum]:
-    """The sums of what a run writes as it begins."""
+    """Returns the sums of the files that are written at the start of a run."""
     return sums.of_files(folder, OPTIONS)
 
 
@@ -137,7 +135,7 @@ def _of_rows(
     meta: Meta,
     only: Collection[str] | None,
 ) -> Iterator[str]:
-    """How the rows of a stage contradict one of its snapshots."""
+    """Faults of a stage's rows, compared with one of its snapshots."""
     expected = {
         name: of
         for name, of in meta.get(FILES, {}).items()
@@ -160,10 +158,11 @@ def _so_far(
     unproven: list[str],
     later: list[str],
 ) -> None:
-    """Adds what no snapshot vouches for, of a run that has not come to its end.
+    """Lists the changes since the newest snapshots of a run without a summary.
 
     Args:
-      metas: of the newest snapshot of each stage.
+      metas: (stage, step, meta) of the newest snapshot of each stage.
+      unproven, later: lists to which the lines are added.
     """
     newest = {stage: meta[FILES] for stage, _, meta in metas}
     names = dict.fromkeys(name for files in newest.values() for name in files)
@@ -174,18 +173,18 @@ def _so_far(
         if name.endswith(ROWS) and more > 0:
             later.append(f"{name}: {more} bytes after the newest snapshot")
         elif not name.endswith(ROWS) and now not in of:
-            unproven.append(f"{name}: other than at the newest snapshot")
+            unproven.append(f"{name}: changed since the newest snapshot")
 
 
 def _present(folder: Path) -> Iterator[str]:
-    """Names of the files that a summary has the sums of."""
+    """Names of the files whose sums a summary records."""
     for path in sorted(folder.rglob("*")):
         parts = path.relative_to(folder).parts
         if parts[0] == "snapshots" and len(parts) > 3 and parts[3:] != (LIST,):
             listed = folder.joinpath(*parts[:3], LIST).exists()
         else:
             listed = len(parts) > 1 and (folder / f"{parts[0]}{MANIFEST}").exists()
-        # Users are told to delete a snapshot that is set aside.
+        # Not snapshots set aside, which users may delete.
         aside = any(ASIDE in part for part in parts[2:3])
         if path.name == LOCK or path.name.endswith(UNFINISHED):
             continue

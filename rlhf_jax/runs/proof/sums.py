@@ -1,11 +1,11 @@
-"""Sums of files, bytes and SHA-256, and JSON that carries its own.
+"""Sums of files, and JSON documents that contain their own sum.
 
-A sum is [bytes, SHA-256 in hex]. A document that is sealed ends with
+A sum is [bytes, SHA-256 in hex]. A sealed document ends with
 
     "proof": {"files": {name: sum of another file}, "sha256": of all but this line}
 
-so that no byte of it is free: whatever changes in it, or in a file that it names, is
-seen. This finds damage, not forgery: whoever edits can seal again.
+so a change of any byte, in the document or in a file that it names, is found. This
+detects damage, not forgery: anyone can seal an edited document again.
 """
 
 from __future__ import annotations
@@ -21,48 +21,47 @@ from rlhf_jax.runs import parsing
 
 Sum = list[Any]
 PROOF = "proof"  # the key of a sealed document
-LARGE = 2**24  # bytes of files that are worth threads
+LARGE = 2**24  # bytes of files from which threads pay off
 
 
 class Rolling:
-    """The sum of what was appended so far."""
+    """The sum of bytes that are appended one piece at a time."""
 
     def __init__(self) -> None:
         self.size = 0
         self._hash = hashlib.sha256()
 
     def add(self, data: bytes) -> None:
-        """Takes what is appended."""
+        """Appends `data`."""
         self.size += len(data)
         self._hash.update(data)
 
     def now(self) -> Sum:
-        """The sum, which more may follow."""
+        """Returns the sum of the data so far."""
         return [self.size, self._hash.hexdigest()]
 
 
 def of_file(path: Path) -> Sum:
-    """The sum of a whole file."""
+    """Returns the sum of a file."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return [file.tell(), digest]
 
 
 def of_files(folder: Path, names: Sequence[str]) -> dict[str, Sum]:
-    """{name: sum} of the files of a folder that are there; large ones side by side."""
+    """Returns {name: sum} of the files that exist; large files use threads."""
     paths = [path for name in names if (path := folder / name).is_file()]
-    there = [path.relative_to(folder).as_posix() for path in paths]
+    present = [path.relative_to(folder).as_posix() for path in paths]
     if sum(path.stat().st_size for path in paths) < LARGE:
-        return dict(zip(there, map(of_file, paths), strict=True))
+        return dict(zip(present, map(of_file, paths), strict=True))
     with ThreadPoolExecutor() as pool:
-        return dict(zip(there, pool.map(of_file, paths), strict=True))
+        return dict(zip(present, pool.map(of_file, paths), strict=True))
 
 
 def of_rows(path: Path, *, stage: str, size: int | None = None) -> Rolling:
-    """The sum of a stage's rows in a JSONL file of a run, of the first `size` bytes.
+    """Returns the sum of a stage's rows in a JSONL file, up to `size` bytes of them.
 
-    Rows of other stages do not count, so that it holds wherever they stand; neither
-    does a last line that was cut off.
+    Rows of other stages and a truncated last line are skipped.
     """
     begins = json.dumps({"stage": stage}, ensure_ascii=False)[:-1].encode() + b","
     rolling = Rolling()
@@ -79,7 +78,7 @@ def of_rows(path: Path, *, stage: str, size: int | None = None) -> Rolling:
 def differences(
     expected: Mapping[str, Sum], actual: Mapping[str, Sum]
 ) -> Iterator[str]:
-    """What is wrong with each file that is missing or is not what was written."""
+    """Yields one fault for each file that is missing or has another sum."""
     for name, of in expected.items():
         if name not in actual:
             yield f"{name}: missing"
@@ -94,11 +93,11 @@ def differences(
 def sealed(
     document: Mapping[str, Any], *, files: Mapping[str, Sum], doubts: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The document with its proof.
+    """Returns the document with its proof.
 
     Args:
-      files: of other files, by their names beside it.
-      doubts: what was not as it should be when it was sealed.
+      files: {name: sum} of other files in the same folder.
+      doubts: faults that were known when the document was sealed.
     """
     proof: dict[str, Any] = {"files": dict(files)}
     if doubts:
@@ -109,10 +108,10 @@ def sealed(
 
 
 def opened(path: Path) -> dict[str, Any] | None:
-    """The proof of a sealed document that is whole; None where it has none.
+    """Checks a sealed document, and returns its proof; None if it has none.
 
     Raises:
-      ValueError: it is not as it was written; says why. OSError: it cannot be read.
+      ValueError: the document was changed. OSError: it cannot be read.
     """
     content = path.read_bytes()
     try:
@@ -138,5 +137,5 @@ def opened(path: Path) -> dict[str, Any] | None:
 
 
 def written(document: Mapping[str, Any]) -> str:
-    """A document as its file has it: strict JSON; NaN and infinity raise ValueError."""
+    """Returns a document as strict JSON; NaN and infinity raise ValueError."""
     return json.dumps(document, indent=2, allow_nan=False) + "\n"

@@ -1,1 +1,1 @@
-"""What a run continues from, and the proof that it is whole."""
+"""Snapshots that a run resumes from, and the proof that they are whole."""

@@ -21,7 +21,7 @@ READ_AT_ONCE = 2**30  # bytes of arrays that a check holds
 
 
 def numbers(folder: Path) -> list[int]:
-    """The numbers of the snapshots in a folder, in order; nothing is written."""
+    """Returns the numbers of the snapshots in a folder, in order."""
     return sorted(
         int(path.name)
         for path in folder.iterdir()
@@ -30,7 +30,7 @@ def numbers(folder: Path) -> list[int]:
 
 
 def read_meta(folder: Path, step: int) -> dict[str, Any]:
-    """The meta of a snapshot, one of `numbers`.
+    """Reads the meta of a snapshot, one of `numbers`.
 
     Raises:
       DamagedError: the snapshot is damaged.
@@ -41,14 +41,14 @@ def read_meta(folder: Path, step: int) -> dict[str, Any]:
 def read_arrays(
     folder: Path, step: int, *, matches: Callable[[str], bool]
 ) -> dict[str, np.ndarray]:
-    """Some of a snapshot's arrays by path, without the state that they were saved from.
+    """Reads some of a snapshot's arrays by path, without a state to restore into.
 
     Args:
       step: one of `numbers`.
-      matches: path, as "policy/layers/mlp/up/kernel" -> whether its array is read.
+      matches: path, such as "policy/layers/mlp/up/kernel" -> whether to read its array.
 
     Returns:
-      Arrays on the host; nothing is put on a device.
+      {path: array on the host}; nothing is put on a device.
 
     Raises:
       DamagedError: the snapshot is damaged.
@@ -74,14 +74,14 @@ def read_arrays(
 class Checked(NamedTuple):
     """The outcome of checking a snapshot."""
 
-    arrays: int  # whose digests agree
+    arrays: int  # number of arrays whose digests agree
     verdict: str
     damage: DamagedError | None
-    added: Sequence[str] = ()  # files that have come since it was saved
+    added: Sequence[str] = ()  # files added since the snapshot was saved
 
 
 def check(folder: Path, step: int) -> Checked:
-    """Checks a snapshot, one of `numbers`, from disk alone: files, meta and arrays."""
+    """Checks the files, meta and arrays of a snapshot, one of `numbers`, on disk."""
     where = folder / str(step)
     try:
         integrity.require_whole(where, integrity.faults_of_files(where))
@@ -100,7 +100,7 @@ def check(folder: Path, step: int) -> Checked:
 
 
 def _batches(folder: Path, step: int) -> Iterator[set[str]]:
-    """The paths of a snapshot's arrays, each time of about READ_AT_ONCE bytes."""
+    """Yields the paths of a snapshot's arrays, in batches of READ_AT_ONCE bytes."""
     with _reader(folder) as manager, damage_named(folder / str(step)):
         saved = manager.item_metadata(step)["arrays"].tree
     batch: set[str] = set()
@@ -124,14 +124,14 @@ def _read_meta(folder: Path, step: int) -> tuple[dict[str, Any], dict[str, str]]
 
 
 def split(saved: dict[str, Any], where: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Splits the meta of the snapshot `where` into itself and the arrays' digests.
+    """Splits the saved meta of the snapshot `where` into meta and digests of arrays.
 
     Returns:
-      The meta without the digests; {path: digest}, empty for a snapshot of an older
-      version, which has none.
+      The meta without the digests, and {path: digest}; a snapshot of an older version
+      has no digests.
 
     Raises:
-      DamagedError: it is not a JSON object, or not what its digest says.
+      DamagedError: the meta is not a JSON object, or does not match its digest.
     """
     if not isinstance(saved, dict):
         fault = f"meta: expected a JSON object, got {saved!r:.40}"
@@ -148,7 +148,7 @@ def split(saved: dict[str, Any], where: Path) -> tuple[dict[str, Any], dict[str,
 
 
 def doubt(where: Path, digests: Mapping[str, str]) -> str:
-    """What remains unproved of a snapshot without faults; "" for nothing."""
+    """Says what cannot be checked of a snapshot without faults; "" for nothing."""
     if not digests:
         return "has no digests, being of an older version; not checked"
     if not integrity.has_list(where):
@@ -158,20 +158,20 @@ def doubt(where: Path, digests: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def damage_named(where: Path) -> Iterator[None]:
-    """Turns what orbax and its formats raise about a snapshot into a DamagedError.
+    """Turns the exceptions of orbax and its formats into a DamagedError.
 
-    Errors of this library and of the devices pass unchanged.
+    Errors of this package and of the devices pass unchanged.
     """
     try:
         yield
     except (InputError, DamagedError, MemoryError, jax.errors.JaxRuntimeError):
         raise
-    except PermissionError as error:  # of a snapshot that may well be whole
+    except PermissionError as error:  # the snapshot may be whole
         raise StopError(
             f"{where}: expected a snapshot that can be read, got {error.strerror}; see "
             f"to its permissions"
         ) from error
-    except Exception as error:  # whatever they raise
+    except Exception as error:  # orbax and its formats raise any type
         first = (str(error).splitlines() or [""])[0]
         fault = f"{type(error).__name__}: {first:.200}"
         raise integrity.damaged(where, [fault]) from error
@@ -179,7 +179,7 @@ def damage_named(where: Path) -> Iterator[None]:
 
 def _reader(folder: Path) -> ocp.CheckpointManager:
     logging.set_verbosity(logging.FATAL)
-    alone = jax.process_index()  # other processes may not be reading now
+    alone = jax.process_index()  # orbax must not wait for other processes
     options = ocp.options.MultiprocessingOptions(
         primary_host=alone, active_processes={alone}
     )

@@ -1,15 +1,15 @@
-"""How a damaged snapshot is recognised: by digests, and by a list of its files.
+"""Digests of a snapshot's arrays and a list of its files, which reveal damage.
 
 digests        of every array, as `fingerprint.digest` computes it on the devices, and
-               of the meta; they are in the meta, under DIGESTS, and prove that what is
-               restored or verified is what was saved
-LIST           in the snapshot's folder: {file: [bytes, CRC-32]} of all its other files,
-               which finds files that are missing or cut, and flipped bits that no array
-               depends on; above MAX_READ, in files of arrays alone, the size alone
+               of the meta. They are in the meta, under DIGESTS, and prove that restored
+               values are those that were saved.
+LIST           a file in the snapshot's folder: {file: [bytes, CRC-32]} of all its other
+               files. It finds missing and truncated files, and flipped bits on which no
+               array depends. Files above MAX_READ, all of arrays, have only a size.
 
-The list is written as soon as the snapshot is complete, or by the resume of a run that
-was killed in between, once the digests have proven the arrays. A snapshot of an older
-version has neither digests nor a list, and is read without a proof.
+The list is written as soon as the snapshot is complete. If the run was killed before
+that, the resume writes it once the digests have proven the arrays. A snapshot of an
+older version has neither digests nor a list, and is read without a proof.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from rlhf_jax.roles.reference import fingerprint
 from rlhf_jax.runs import parsing
 
 Array = jax.Array
-DIGESTS = "digests"  # their key in a snapshot's meta
+DIGESTS = "digests"  # key in a snapshot's meta
 LIST = "files.json"
-MAX_READ = 2**20  # bytes of a file that the list has the CRC-32 of
+MAX_READ = 2**20  # largest bytes of a file whose CRC-32 is listed
 
 
 class DamagedError(StopError):
-    """A snapshot is not what was saved."""
+    """A snapshot differs from what was saved."""
 
 
 def damaged(where: Path, faults: list[str]) -> DamagedError:
-    """The error that names a snapshot's folder and what is wrong with it."""
+    """Returns the error that names a snapshot's folder and its faults."""
     return DamagedError(
         f"{where} is damaged: expected what was saved, got\n{checks.listed(faults)}"
     )
 
 
 def require_whole(where: Path, faults: list[str]) -> None:
-    """DamagedError if a snapshot's folder has faults."""
+    """Raises DamagedError if a snapshot's folder has faults."""
     if faults:
         raise damaged(where, faults)
 
 
 def of_arrays(arrays: Mapping[str, Array]) -> dict[str, str]:
-    """The digest of every array by path, in hex; all processes of a run call it."""
+    """Returns {path: digest in hex}; all processes of a run must call it."""
     words = {
         path: processes.in_turn(fingerprint.digest(leaf, path=path))
         for path, leaf in arrays.items()
@@ -64,13 +64,13 @@ def of_arrays(arrays: Mapping[str, Array]) -> dict[str, str]:
 
 
 def of_meta(meta: Mapping[str, Any]) -> str:
-    """The digest of JSON values, in hex; the order of keys is not part of it."""
+    """Returns the digest of JSON values in hex, whatever the order of keys."""
     text = json.dumps(json.loads(json.dumps(meta)), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def differing(expected: Mapping[str, str], actual: Mapping[str, str]) -> list[str]:
-    """One fault for every array whose digests differ, or which one side lacks."""
+    """Returns one fault for every array whose digest differs or is missing."""
     return [
         f"{path}: digest {actual.get(path, 'none')}, expected "
         f"{expected.get(path, 'none')}"
@@ -80,19 +80,19 @@ def differing(expected: Mapping[str, str], actual: Mapping[str, str]) -> list[st
 
 
 def write_list(folder: Path) -> None:
-    """Writes the list of a snapshot that is complete, whole or not at all."""
+    """Writes the list of a complete snapshot in one step."""
     unfinished = folder / f"{LIST}.tmp"
     unfinished.write_text(json.dumps(_files(folder)), encoding="utf-8")
     unfinished.replace(folder / LIST)
 
 
 def has_list(folder: Path) -> bool:
-    """False for a snapshot of an older version, or of a run killed before the list."""
+    """Returns whether a snapshot has its list; older or interrupted ones have none."""
     return (folder / LIST).exists()
 
 
 def faults_of_files(folder: Path) -> list[str]:
-    """How the files of a snapshot contradict its list; none without a list."""
+    """Returns how the files of a snapshot contradict its list; none without a list."""
     if not has_list(folder):
         return []
     try:
@@ -102,7 +102,7 @@ def faults_of_files(folder: Path) -> list[str]:
         return [str(error)]
     try:
         expected = parsing.of_json(text, parsing.Source(LIST, "a list of files"))
-        # No byte of it is free: of a file that is 1 byte longer, too.
+        # Every byte of the list is checked, so that none can change unnoticed.
         if json.dumps(expected).encode() != text:
             return [f"{LIST}: it is not as it was written"]
         sizes = {name: (size, check) for name, (size, check) in expected.items()}
@@ -123,7 +123,7 @@ def faults_of_files(folder: Path) -> list[str]:
 
 
 def added(folder: Path) -> list[str]:
-    """Files of a snapshot without faults that its list does not have; none is read."""
+    """Returns the files of a faultless snapshot that are not in its list."""
     if not has_list(folder):
         return []
     text = (folder / LIST).read_bytes()
@@ -141,7 +141,7 @@ def _names(folder: Path) -> Iterator[str]:
 def _files(folder: Path) -> dict[str, list[int | None]]:
     files: dict[str, list[int | None]] = {}
     for name in _names(folder):
-        # Opened for network file systems to look again.
+        # Opening a file makes network file systems refresh its size.
         with (folder / name).open("rb") as file:
             size = file.seek(0, 2)
             file.seek(0)

@@ -1,4 +1,4 @@
-"""Lines of a run's JSON Lines files: what they must be, and how a resume cuts them."""
+"""Reads the lines of a run's JSON Lines files, and cuts them for a resume."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ROW: parsing.Shape = {  # of any of the files
     "step": int,
     "alarms?": [str],
     "phases?": {},
-    "waits?": {},  # of a queue "trainer" and "sampler", of an outside sampler its own
+    "waits?": {},  # a queue has "trainer" and "sampler", an outside sampler its own
 }
 
 
 def strict(value: Any) -> Any:
-    """A JSON value whose NaN and infinities are strings: JSON has no such numbers."""
+    """Returns a value with NaN and infinities as strings, since JSON lacks them."""
     if isinstance(value, list):
         return [strict(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
@@ -30,17 +30,17 @@ def strict(value: Any) -> Any:
 
 
 class Line(NamedTuple):
-    """Where a line of a file belongs, and how long it is with its end."""
+    """The stage, step and size of a line."""
 
     stage: str
     step: int
-    size: int  # bytes
+    size: int  # bytes, the line feed included
 
 
 def lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Every complete line of a file, as bytes and as a row, one at a time.
+    """Yields each complete line of a file, as bytes and as a row.
 
-    A last line without its end was cut off, and is left out.
+    A last line without a line feed is truncated, and is left out.
 
     Raises:
       InputError: a line is not a row with a stage and a step; names file and line.
@@ -52,7 +52,7 @@ def lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 def places(path: Path) -> list[Line]:
-    """All lines of a file, without what they hold.
+    """Returns stage, step and size of every complete line.
 
     Raises:
       InputError: as `lines`.
@@ -74,7 +74,7 @@ def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
 
 
 def ranges(steps: Sequence[int]) -> str:
-    """Names steps, neighbours taken together: "step 3", or "steps 1, 4 to 6"."""
+    """Returns steps as text, with neighbours joined: "step 3", "steps 1, 4 to 6"."""
     runs: list[list[int]] = []
     for step in steps:
         if runs and step == runs[-1][1] + 1:
@@ -86,25 +86,27 @@ def ranges(steps: Sequence[int]) -> str:
     return f"step{'s' if len(steps) > 1 else ''} {', '.join(shown + more)}"
 
 
-def cut(path: Path, there: Sequence[Line], *, step: int, begun: Sequence[str]) -> None:
-    """Drops the rows of the last stage in `begun` from `step` on; the others' stay.
+def cut(
+    path: Path, all_lines: Sequence[Line], *, step: int, begun: Sequence[str]
+) -> None:
+    """Drops the rows of the last stage in `begun` from `step` on, and keeps all others.
 
-    Its rows move behind those of the stages begun before it, of which one that went
-    back has written its last rows again.
+    The remaining rows of that stage move behind those of the earlier stages, one of
+    which may have gone back and appended its rows again.
 
     Args:
-      there: `places` of the file.
+      all_lines: `places` of the file.
     """
     *earlier, stage = begun
-    keeps = [line.stage != stage or line.step < step for line in there]
-    kept = [line for line, keep in zip(there, keeps, strict=True) if keep]
+    keeps = [line.stage != stage or line.step < step for line in all_lines]
+    kept = [line for line, keep in zip(all_lines, keeps, strict=True) if keep]
     order = [
         line.stage for line in kept if line.stage == stage or line.stage in earlier
     ]
     moves = order != sorted(order, key=begun.index)
     if moves or sum(line.size for line in kept) < path.stat().st_size:
         with path.open("rb") as file:
-            # Without a last line that was cut off, which is in no place.
+            # A truncated last line has no place, and is left out.
             texts = [text for text, keep in zip(file, keeps, strict=False) if keep]
         if moves:
             rows = sorted(

@@ -1,10 +1,10 @@
-"""Proof that frozen models stand still: what a snapshot says of them, and its check.
+"""Proof that frozen models do not move: their fingerprints in each snapshot.
 
-A stage's snapshot holds in its meta, for every frozen model by name:
+The meta of a stage's snapshot has for every frozen model, by name:
 
-    "moves"     false, or true where a lifecycle replaces the model
+    "moves"     whether a lifecycle replaces the model
     "initial"   fingerprints as the stage began, "source" and "stored": root and leaves
-    "now"       the same at this snapshot
+    "now"       those fingerprints at this snapshot
 
 `Proof` writes and checks this while the stage runs; `check_run` checks it from disk.
 """
@@ -28,11 +28,11 @@ from rlhf_jax.runs.snapshots import files
 Array = jax.Array
 PyTree = Any
 Record = dict[str, Any]
-META = "frozen"  # its key in a snapshot's meta
+META = "frozen"  # key in a snapshot's meta
 
 
 class Proof:
-    """The frozen models of a stage, those in its state and those beside it."""
+    """Writes and checks the fingerprints of the frozen models of a stage."""
 
     def __init__(
         self,
@@ -41,12 +41,12 @@ class Proof:
         beside: Mapping[str, Frozen],
         moving: Collection[str] = (),
     ) -> None:
-        """Takes down the fingerprints that the stage begins with.
+        """Records the fingerprints that the stage begins with.
 
         Args:
-          state: of the stage at its first step; a `Frozen` in it is named by its path.
-          beside: frozen models that the stage reads and its state does not hold.
-          moving: names of those in the state that a lifecycle replaces.
+          state: state before the first step; a `Frozen` in it is named by its path.
+          beside: {name: frozen model} that the stage reads and does not have in state.
+          moving: names of models in the state that a lifecycle replaces.
 
         Raises:
           InputError: `moving` names a model that is not in the state.
@@ -61,11 +61,11 @@ class Proof:
         self._initial = {name: _record_of(m) for name, m in self._all(state).items()}
 
     def check(self, state: PyTree) -> Record:
-        """Computes every digest again; what a snapshot of the state is to say.
+        """Computes every digest again, and returns the record for a snapshot's meta.
 
         Raises:
-          ReferenceMovedError: a model is not what was frozen, or is another than the
-            stage began with although no lifecycle moves it; names the leaves.
+          ReferenceMovedError: a model is not what was frozen, or differs from that at
+            the start of the stage though no lifecycle moves it; names the leaves.
         """
         record = {}
         for name, model in self._all(state).items():
@@ -82,15 +82,17 @@ class Proof:
         return record
 
     def check_resumed(self, saved: Record, state: PyTree, *, where: str) -> None:
-        """Checks a snapshot: that this stage is the one it is of, and that it is whole.
+        """Checks that a snapshot belongs to this stage and that its models are whole.
 
-        `saved` is what `check` made of the state when it was saved, and the state is as
-        restored; `where` names the snapshot.
+        Args:
+          saved: record of `check` in the snapshot.
+          state: state as restored.
+          where: name of the snapshot, for messages.
 
         Raises:
           InputError: the stage began with other frozen models, or another lifecycle.
-          ReferenceMovedError: a model is not what was frozen, or the state holds
-            another frozen model than the snapshot says.
+          ReferenceMovedError: a model is not what was frozen, or is not the one that
+            the snapshot records.
         """
         for name in sorted(saved.keys() | self._initial.keys()):
             if name not in saved or name not in self._initial:
@@ -127,7 +129,7 @@ class Proof:
 
 
 class Checked(NamedTuple):
-    """What the check of one frozen model in one snapshot came to."""
+    """The outcome of checking one frozen model in one snapshot."""
 
     stage: str
     step: int
@@ -135,11 +137,11 @@ class Checked(NamedTuple):
     fingerprint: str  # root, of the stored form
     leaves: int
     verdict: str
-    moved: str | None  # what is wrong, None for nothing
+    moved: str | None  # the fault, None without one
 
 
 def stages(folder: Path) -> list[Path]:
-    """The folders of a run's snapshots, one a stage.
+    """Returns the folders of a run's snapshots, one per stage.
 
     Raises:
       InputError: there is no run, or no snapshot.
@@ -160,10 +162,10 @@ def check_run(
     """Checks the frozen models of a run from its snapshots, without the experiment.
 
     Every digest is computed again from the arrays on disk, and compared with those
-    beside the arrays, the snapshot's meta, the stage's beginning and other snapshots.
+    beside the arrays, in the snapshot's meta, and at the start of the stage.
 
     Returns:
-      A row for each model of each snapshot, but for the stages and steps `skipped`.
+      One row for each model of each snapshot, without the (stage, step) in `skipped`.
 
     Raises:
       InputError: there is no run, or no snapshot.
@@ -212,10 +214,10 @@ def _check_stage(stage: Path, *, skipped: Collection[tuple[str, int]]) -> list[C
 def _fault(
     record: Record, arrays: Mapping[str, np.ndarray], *, began: Record
 ) -> str | None:
-    """What contradicts what in a snapshot; None where all agree.
+    """The first contradiction about a model in a snapshot; None without one.
 
-    There are no arrays of a model that the snapshot does not hold. `began` is what the
-    stage's oldest snapshot says of its beginning.
+    `arrays` is empty for a model that the snapshot does not hold. `began` is the
+    "initial" record of the stage's oldest snapshot.
     """
     now, initial = record["now"], record["initial"]
     if initial != began:

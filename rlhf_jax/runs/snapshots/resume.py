@@ -1,8 +1,7 @@
-"""What a resumed run may change.
+"""The options that a resumed run may change, and the check of all others.
 
-A snapshot's meta has the config that it was trained with, and digests of the data. A
-resumed run is compared with them, since a config.json can be edited after a run has
-read it.
+A resumed run is compared with the config and the digests of data in the meta of its
+snapshots, since config.json can be edited after a run has read it.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from rlhf_jax.runs import parsing
 
 Fields = Mapping[str, Any]
 
-# These may change on resume. Training depends on none of them but `num_steps`, about
-# which `tell_changes` warns.
+# Options that a resume may change. Training depends only on `num_steps` among them,
+# about which `tell_changes` warns.
 MAY_CHANGE = frozenset(
     (
         *("num_steps", "sample_every", "num_shown", "sample_reference"),
         *("num_alternatives", "drift_every", "eval_every", "alarms"),
     )
 )
-# Another kind of sampler may draw on, with options of its own.
+# A resume may choose another kind of sampler, with options of its own.
 SAMPLER = "sampler.sampler."
-# What a run writes at its end.
+# Files that a run writes at its end.
 FINISHED = ("model", "model.sha256", "adapter", "adapter.sha256", "summary.json")
 
 
@@ -43,7 +42,7 @@ class Recorded:
 
 
 def recorded_configs(folder: Path) -> list[Recorded]:
-    """The config of each stage's newest snapshot that can be read.
+    """Returns the config of each stage's newest snapshot that can be read.
 
     They are read as plain files, because the processes of orbax would wait for each
     other. A damaged snapshot is skipped: an attempt to restore it reports the damage.
@@ -55,7 +54,7 @@ def recorded_configs(folder: Path) -> list[Recorded]:
 
 
 def newest_metas(folder: Path) -> dict[str, tuple[int, Fields]]:
-    """{stage: (step, meta)} of each stage's newest snapshot that can be read.
+    """Returns {stage: (step, meta)} of each stage's newest snapshot that can be read.
 
     A meta has the config, the versions, and digests of the data: `data_digest`,
     `rows_digest` and so on.
@@ -68,7 +67,7 @@ def newest_metas(folder: Path) -> dict[str, tuple[int, Fields]]:
 
 
 def newest(stage: Path) -> int:
-    """The number of a stage's newest snapshot by its folders; 0 without any."""
+    """Returns the number of a stage's newest snapshot by its folders; 0 if none."""
     return max(_steps(stage), default=0)
 
 
@@ -77,7 +76,7 @@ def _steps(stage: Path) -> list[int]:
 
 
 def metas(stage: Path) -> Iterator[tuple[int, Fields]]:
-    """(step, meta) of each snapshot of a stage that can be read, the newest first."""
+    """Yields (step, meta) of each readable snapshot of a stage, the newest first."""
     for step in sorted(_steps(stage), reverse=True):
         meta = stage / str(step) / "meta" / "metadata"
         with contextlib.suppress(InputError):
@@ -87,9 +86,10 @@ def metas(stage: Path) -> Iterator[tuple[int, Fields]]:
 
 
 def differing(recorded: Fields, current: Fields, *, but: frozenset[str]) -> list[str]:
-    """Names of the fields that differ, but for some fields and whole groups of them.
+    """Returns the names of the fields that differ, without those in `but`.
 
-    Configs are JSON values; a field of a group is named "lora.rank".
+    Configs are JSON values; a field of a group is named "lora.rank". `but` has names of
+    fields and of whole groups.
     """
     before, now = flat(recorded), flat(current)
     return [
@@ -103,7 +103,7 @@ def differing(recorded: Fields, current: Fields, *, but: frozenset[str]) -> list
 def check_config(
     recorded: Recorded, current: Fields, *, but: frozenset[str], folder: Path
 ) -> list[str]:
-    """Checks that a resume changes only what it may.
+    """Checks that a resume changes only options that it may.
 
     Fields and groups in `but` say where and how the run computes, and are not compared.
 
@@ -146,7 +146,7 @@ def check_config(
 
 
 def tell_changes(recorded: Recorded, current: Fields, names: list[str]) -> None:
-    """Prints on stderr what a resume changes, and the effect on the numbers."""
+    """Prints the changes of a resume on stderr, and their effect on the numbers."""
     before, now = flat(recorded.config), flat(current)
     for name in names:
         change = f"{shown(before, name)} up to {recorded.where}, {shown(now, name)} now"
@@ -160,7 +160,7 @@ def tell_changes(recorded: Recorded, current: Fields, names: list[str]) -> None:
         )
 
 
-# Entries without which a snapshot is of a version that computed other numbers.
+# Meta entries that snapshots lack if their version computed other numbers.
 CHANGED = {
     "unused_ids": "it is of a version before 0.3, which gave ids without a token a"
     " probability and could sample them",
@@ -170,19 +170,19 @@ CHANGED = {
 
 
 def check_meta(saved: Fields, meta: Fields, *, where: str) -> None:
-    """Checks that a stage reads what its snapshot was made with.
+    """Checks that a stage reads the data that its snapshot was made with.
 
-    Every entry of the resumed stage's meta, for instance the digest of its data, must
-    be that of the saved one; `where` names the snapshot.
+    Every entry of the resumed stage's meta, such as the digest of its data, must equal
+    the saved one; `where` names the snapshot in messages.
 
     Raises:
       InputError: an entry differs.
     """
     for key, value in meta.items():
-        if key not in saved and key not in CHANGED:  # of a version before this entry
+        if key not in saved and key not in CHANGED:  # from a version without it
             print(
                 f"warning: {where} does not say which {key} it was made with, so it "
-                f"cannot be compared; see to it that the files are the same",
+                f"cannot be compared; make sure that the files are the same",
                 file=sys.stderr,
             )
         elif key not in saved or saved[key] != value:
@@ -195,7 +195,7 @@ def check_meta(saved: Fields, meta: Fields, *, where: str) -> None:
 
 
 def flat(fields: Fields) -> dict[str, Any]:
-    """Fields by the names of the command line; a field of a group is "lora.rank"."""
+    """Returns {name: value}; a field of a group is named "lora.rank"."""
     by_name: dict[str, Any] = {}
     for name, value in fields.items():
         if isinstance(value, dict):
@@ -206,5 +206,5 @@ def flat(fields: Fields) -> dict[str, Any]:
 
 
 def shown(fields: Fields, name: str) -> str:
-    """A field as JSON, for a message."""
+    """Returns a field as JSON, for a message."""
     return json.dumps(fields[name]) if name in fields else "(no such field)"

@@ -1,14 +1,14 @@
-"""Snapshots of everything a run needs to go on to the last bit, through orbax.
+"""Snapshots of everything that a run needs to resume to the last bit, by orbax.
 
-    STAGE/100/arrays, meta      what was saved, complete together or not at all
-    STAGE/100/files.json        what the snapshot's files are, see `integrity`
-    STAGE/100.set-aside         what a run left that went on from an older snapshot
+    STAGE/100/arrays, meta      the saved values, complete together or not at all
+    STAGE/100/files.json        the list of the snapshot's files, see `integrity`
+    STAGE/100.set-aside         a snapshot newer than the one that a run resumed from
     STAGE/deleted               older snapshots, while they are removed
 
-Every array is saved with its digest, and the meta with its own. A snapshot that is not
-what was saved is refused with a `DamagedError`; nothing of it reaches the run.
+Every array and the meta are saved with their digests. A snapshot that differs from them
+is refused with a `DamagedError`; none of its values reach the run.
 
-This is orbax's `CheckpointManager`. Its V1 is in `orbax.checkpoint.experimental`, which
+This uses orbax's `CheckpointManager`. The V1 API in `orbax.checkpoint.experimental`
 changes without notice; a test has it read these snapshots.
 """
 
@@ -48,9 +48,9 @@ class Snapshots(contextlib.AbstractContextManager[Any]):
 
     A snapshot has two parts, complete together or not there at all: `arrays`, any
     pytree of `jax.Array`s (typed random keys included), and `meta`, a JSON object
-    (config, versions, reference fingerprint). What a killed run left half-written is
-    never seen, and removed by the next `save`. Use as a context manager: leaving waits
-    until the last snapshot is complete.
+    (config, versions, reference fingerprint). A snapshot left incomplete by a kill is
+    ignored, and removed by the next `save`. Leaving the context manager waits until the
+    last snapshot is complete.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class Snapshots(contextlib.AbstractContextManager[Any]):
     ) -> None:
         """Opens or makes `folder`, which keeps the `keep` newest snapshots.
 
-        `then` is called whenever one is complete, behind the next steps.
+        `then` is called in another thread whenever a snapshot is complete.
         """
-        # Orbax tells each save in many lines, and what it raises in hundreds.
+        # Orbax logs many lines for each save, and hundreds for each error.
         logging.set_verbosity(logging.FATAL)
         self._folder = folder
         self._keep = keep
-        self._newest: int | None = None  # that `save` was asked for
+        self._newest: int | None = None  # the last step given to `save`
         self._unwritten = False
         self._then = then
         self._behind = futures.ThreadPoolExecutor(1)
@@ -82,9 +82,9 @@ class Snapshots(contextlib.AbstractContextManager[Any]):
                 options=ocp.CheckpointManagerOptions(
                     preservation_policy=LatestN(keep),
                     cleanup_tmp_directories=True,
-                    # Renamed first: a kill leaves no half of one under its number.
+                    # Renamed before removal, so a kill leaves no partial snapshot.
                     todelete_subdir=DELETED,
-                    lightweight_initialize=True,  # damage is `restore`'s to tell
+                    lightweight_initialize=True,  # `restore` reports damage
                 ),
             )
 
@@ -92,22 +92,22 @@ class Snapshots(contextlib.AbstractContextManager[Any]):
         self.close()
 
     def latest(self) -> int | None:
-        """The number of the newest snapshot, None without any."""
+        """Returns the number of the newest snapshot; None without any."""
         return self._manager.latest_step()
 
     def steps(self) -> list[int]:
-        """The numbers of all snapshots, in order."""
+        """Returns the numbers of all snapshots, in order."""
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, *, arrays: PyTree, meta: dict[str, Any]) -> None:
-        """Copies the arrays off the devices, then writes behind the next steps.
+        """Copies the arrays off the devices, and writes them in the background.
 
-        The arrays may be donated once this returns; an older snapshot goes only when
-        this one is complete. A step that is already there is left as it is: runs are
-        deterministic, so it holds the same bits.
+        The arrays may be donated once this returns. An older snapshot is removed only
+        when this one is complete. An existing snapshot is kept: runs are deterministic,
+        so it holds the same bits.
 
         Raises:
-          WriteError: this one, or the one before, cannot be written.
+          WriteError: this snapshot or the previous one cannot be written.
         """
         if step in self._manager.all_steps():
             return
@@ -126,25 +126,25 @@ class Snapshots(contextlib.AbstractContextManager[Any]):
         self._saving = self._behind.submit(self._complete, step)
 
     def restore(self, step: int, *, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
-        """(arrays, meta) of a snapshot, to the last bit.
+        """Restores (arrays, meta) of a snapshot, to the last bit.
 
         Args:
-          step: a number that `latest` gave.
-          like: pytree of arrays or `jax.ShapeDtypeStruct`s (random keys: arrays) of
-            what was saved. Arrays come back with its structure and shardings, whatever
-            devices they were saved from, and uncommitted where it has none.
+          step: number of the snapshot, one of `steps`.
+          like: pytree of arrays or `jax.ShapeDtypeStruct`s (for random keys: arrays).
+            Arrays are restored with its structure and shardings, whatever devices they
+            were saved from, and are uncommitted where it has no sharding.
 
         Raises:
           InputError: there is no such snapshot, or its leaves, shapes or dtypes are
-            not those of `like`; names them.
-          DamagedError: it is not what was saved; names what differs.
+            not those of `like`; the message names them.
+          DamagedError: the snapshot is damaged; the message names the faults.
         """
         self._wait()
         checks.one_of(
             among=tuple(self.steps()), **{f"snapshot in {self._folder}": step}
         )
         where = self._folder / str(step)
-        # By the first process for all: orbax has them wait for each other.
+        # The first process checks for all, as orbax makes them wait for each other.
         first = processes.is_first()
         faults = integrity.faults_of_files(where) if first else []
         integrity.require_whole(
@@ -174,9 +174,9 @@ class Snapshots(contextlib.AbstractContextManager[Any]):
         return jax.tree.unflatten(jax.tree.structure(like), leaves), meta
 
     def complete(self, step: int) -> None:
-        """Does what a kill may have kept from the newest snapshot, which is restored.
+        """Completes the newest snapshot, once restored, if a kill interrupted its save.
 
-        It gets its list, and older ones go. With several processes all call it.
+        Writes its list and removes older snapshots. All processes must call it.
         """
         with write_errors.writing(self._folder):
             for older in self.steps()[: -self._keep]:
@@ -184,12 +184,12 @@ class Snapshots(contextlib.AbstractContextManager[Any]):
             self._list(step)
 
     def set_aside(self, *, after: int) -> list[Path]:
-        """Renames the snapshots of later steps than `after`, so that none is in use.
+        """Renames the snapshots after step `after`, so that they can be saved again.
 
-        They can then be saved again. With several processes all call it.
+        All processes must call it.
 
         Returns:
-          What they are named now.
+          The new paths.
         """
         self._wait()
         later = [step for step in self.steps() if step > after]
@@ -203,19 +203,19 @@ class Snapshots(contextlib.AbstractContextManager[Any]):
         return names
 
     def close(self) -> None:
-        """Waits until the last snapshot is complete; raises what its writing raised.
+        """Waits until the last snapshot is complete.
 
         Raises:
-          WriteError: it cannot be written, unless `save` has told so.
+          WriteError: it cannot be written, unless `save` has already raised that.
         """
         if self._unwritten:
-            return  # orbax would wait for it, and raise once more
+            return  # orbax would wait for the failed snapshot, and raise again
         self._wait()
         self._behind.shutdown()
         self._manager.close()
 
     def _complete(self, step: int) -> None:
-        """Waits for orbax to have the snapshot complete, which gets its list then."""
+        """Waits until orbax has completed the snapshot, and writes its list."""
         self._manager.wait_until_finished()
         self._list(step)
         if self._then is not None:
@@ -231,7 +231,6 @@ class Snapshots(contextlib.AbstractContextManager[Any]):
             shutil.rmtree(self._folder / DELETED, ignore_errors=True)
 
     def _wait(self) -> None:
-        """For the snapshot that is being written."""
         saving, self._saving = self._saving, None
         if saving is not None:
             with self._writing():
@@ -273,9 +272,9 @@ def _unused(path: Path) -> Path:
 
 
 def _flat(tree: PyTree) -> dict[str, Any]:
-    """{path: leaf}, in the order of `jax.tree.leaves`: what orbax stores.
+    """{path: leaf}, in the order of `jax.tree.leaves`: the form that orbax stores.
 
-    Paths are names enough for any pytree; orbax would have to be taught about tuples
+    A dict of paths represents any pytree, while orbax itself needs handlers for tuples
     of optax states, None and records.
     """
     leaves = jax.tree.leaves_with_path(tree)
@@ -293,10 +292,10 @@ def _raw(leaf: Array) -> Array:
 
 
 def _target(leaf: Array | jax.ShapeDtypeStruct) -> Target:
-    """What orbax makes of a leaf: a host array where `like` is tied to no device.
+    """The form in which orbax restores a leaf: a host array if `like` is uncommitted.
 
-    An array that orbax puts on a device is committed to it, and jit would refuse it
-    beside arrays that are sharded over several.
+    Orbax commits the arrays that it puts on a device, and jit refuses an array that is
+    committed to one device beside arrays sharded over several.
     """
     raw = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
     tied = leaf.committed if isinstance(leaf, Array) else leaf.sharding is not None

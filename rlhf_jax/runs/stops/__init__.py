@@ -1,1 +1,1 @@
-"""Stops by signals: in time, and never lost."""
+"""Stops by signals: within a time limit, and never dropped."""

@@ -1,4 +1,4 @@
-"""A time limit on a user's code, once a signal asks the run to stop.
+"""A time limit on user code, once a signal asks the run to stop.
 
     with Deadline(seconds=20.0) as deadline:
         for step in range(num_steps):
@@ -6,14 +6,14 @@
             with deadline.limit(save):
                 scores = reward(rollout)
 
-A signal lets the step finish first. A reward that hangs never finishes it, and while
-the main thread stands in C code no signal handler of Python's runs there. So a thread
-of its own is told of the signal by the system. After the time limit it saves in the
-main thread's place and ends the process. Where the main thread keeps Python's global
-lock, as `re` does, the handler of a timer stops it there, so that the thread can run.
+After a signal the run first finishes its step. A reward that hangs never returns, and
+Python runs no signal handler while the main thread is in C code. The system therefore
+also notifies a separate thread of the signal. After the time limit that thread saves in
+place of the main thread and ends the process. If the main thread holds Python's global
+lock, as `re` does, a timer's handler suspends it so that the other thread can run.
 
-C code that keeps that lock and never looks for signals holds up both: such a process
-only ends by SIGKILL, and goes on from its newest snapshot.
+C code that holds the lock and never checks for signals blocks both threads. Such a
+process ends only by SIGKILL, and resumes from its newest snapshot.
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ from typing import Self
 from rlhf_jax.functional import checks
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-TICK = 0.5  # seconds of the process's own time
-_CLOSED = 0  # what is written where a signal's number would be
+TICK = 0.5  # seconds of CPU time between two checks
+_CLOSED = 0  # written to the pipe in place of a signal's number
 
 
 class Deadline:
-    """Ends the process when a signal finds it in code that does not return in time.
+    """Ends the process if code does not return within a time limit after a signal.
 
-    A context manager of the main thread's, around the loop.
+    A context manager around the loop, for the main thread.
     """
 
     def __init__(self, seconds: float) -> None:
-        """Nothing is watched yet.
+        """Stores the time limit; watching begins when the context is entered.
 
         Args:
-          seconds: from the signal until `save` is called.
+          seconds: time from the signal until `save` is called.
 
         Raises:
-          InputError: it is no time.
+          InputError: `seconds` is not positive.
         """
         checks.positive(stop_timeout=seconds)
         self.seconds = seconds
         self._changed = threading.Condition()
-        self._save: Callable[[int], str] | None = None  # while in `limit`
-        self._inside = False  # the main thread, without the lock of `_changed`
+        self._save: Callable[[int], str] | None = None  # set inside `limit`
+        self._inside = False  # whether the main thread is in `limit`, without the lock
         self._over = threading.Event()
-        self._until: float | None = None  # of the monotonic clock, once a signal came
+        self._until: float | None = None  # monotonic time, once a signal came
 
     def on_signal(self) -> None:
-        """For the handler of the signal, where it runs."""
+        """Starts the time limit; to be called by the signal's handler."""
         self._start()
         signal.setitimer(signal.ITIMER_VIRTUAL, TICK, TICK)
 
     def __enter__(self) -> Self:
-        with contextlib.ExitStack() as undone:  # unless all of it succeeds
+        with contextlib.ExitStack() as undone:  # if a later line fails
             self._read, self._write = os.pipe()
             undone.callback(os.close, self._read)
             undone.callback(os.close, self._write)
@@ -91,13 +91,13 @@ class Deadline:
 
     @contextlib.contextmanager
     def limit(self, save: Callable[[int], str]) -> Iterator[None]:
-        """Around code that may hang.
+        """Encloses code that may hang.
 
         Args:
-          save: signal -> what to tell the user; called from another thread, once, while
-            the main thread is in here, which it never leaves then.
+          save: signal -> message to the user; called at most once, from another thread,
+            while the main thread is inside. The main thread then never leaves.
         """
-        _tell(self._write)  # again, as the code of the last time may have changed it
+        _tell(self._write)  # again, because user code may have replaced it
         with self._changed:
             self._save = save
             self._changed.notify_all()
@@ -105,8 +105,8 @@ class Deadline:
             self._inside = True
             yield
         finally:
-            self._inside = False  # a tick that holds the lock would wait for itself
-            with self._changed:  # not while it is being saved
+            self._inside = False  # else a tick could suspend this thread with the lock
+            with self._changed:  # waits here while the state is being saved
                 self._save = None
 
     def _start(self) -> float:
@@ -138,28 +138,28 @@ def _end(signum: int, save: Callable[[int], str]) -> None:
     status = 128 + signum
     try:
         message = save(signum)
-    except BaseException as error:  # whatever it is, this process is to end
+    except BaseException as error:  # the process must end in any case
         status = 1
         message = (
             f"stopped: expected to save, got {type(error).__name__}: {error}; "
-            f"the snapshots before stay, and --resume goes on from the newest"
+            f"earlier snapshots are kept, and --resume goes on from the newest"
         )
-    # Neither `print`, whose lock the main thread may hold, nor an orderly exit, which
-    # would wait for it.
+    # Not `print`, whose lock the main thread may hold, nor an orderly exit, which would
+    # wait for the main thread.
     os.write(2, f"{message}\n".encode())
     os._exit(status)
 
 
 def _tell(fd: int) -> int:
-    """Has the system write the number of each signal there; where it did before."""
+    """Has the system write each signal's number to `fd`; returns the previous one."""
     return signal.set_wakeup_fd(fd, warn_on_full_buffer=False)
 
 
 def _forget() -> None:
-    # A copy of this process has signals of its own.
+    # A forked child has signals of its own.
     if threading.current_thread() is threading.main_thread():
         _tell(-1)
 
 
-if hasattr(os, "register_at_fork"):  # on POSIX systems
+if hasattr(os, "register_at_fork"):  # POSIX systems
     os.register_at_fork(after_in_child=_forget)

@@ -1,7 +1,7 @@
-"""Stops that Python has dropped: what a signal's handler raised where nobody catches.
+"""Repeats signals whose exception Python has dropped.
 
-A handler runs wherever the main thread is. What it raises inside a finalizer, or a
-callback of the garbage collector (JAX has one), Python reports and forgets.
+A signal's handler runs wherever the main thread is. If it raises inside a finalizer, or
+a callback of the garbage collector (JAX has one), Python only reports the exception.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ LATER = 0.05  # seconds, which no finalizer should take
 def sent_again(
     signals: Mapping[type[BaseException], signal.Signals],
 ) -> Callable[[Any], Any]:
-    """Has Python send the signal of an exception once more where it dropped that.
+    """Installs a hook that sends a signal again if Python drops its exception.
 
-    Not at once: the handler would raise at the same place. Where an exception was not
-    dropped nothing is sent, so that no handler disturbs what clears away.
+    The signal is sent after a delay, since its handler would raise at the same place
+    otherwise. An exception that was not dropped sends nothing, so that no handler
+    interrupts the cleanup.
 
     Args:
-      signals: by what their handlers raise, subclasses first.
+      signals: {exception that the handler raises: signal}, subclasses first.
 
     Returns:
-      `sys.unraisablehook` as it was.
+      The former `sys.unraisablehook`.
     """
     before = sys.unraisablehook
 

@@ -1,1 +1,1 @@
-"""Whether a code verifier rewards what is right, and nothing else."""
+"""Programs that a code verifier must reward, and cheats that it must not."""

@@ -1,8 +1,8 @@
-"""Runs a verifier on what it must reward, and on what it must not.
+"""Runs a code verifier on programs that it must reward and on cheats that it must not.
 
-The solutions of a data set earn 1. The cheats of `cheats.toml`, to which every review
-of the verifier has added, earn nothing: neither on the tests that they were written
-for, nor, where they were written for none, on those of the data.
+The solutions of a data set must earn 1. The cheats of `cheats.toml`, to which every
+review of the verifier has added, must earn nothing on their own tests. A cheat without
+tests of its own must earn nothing on those of the data set.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ class Program(NamedTuple):
     name: str
     code: str
     tests: list[str]
-    """None: it is for any tests, and its `answer` for any of their names."""
+    """Empty for a cheat of any tests, which defines `answer` (`for_row`)."""
 
 
 class Tally(NamedTuple):
-    """What became of some programs."""
+    """The outcomes of some programs."""
 
     programs: int
     right: list[str]
-    """Names of those that earned 1."""
+    """Names of the programs that earned 1."""
     wrong: list[str]
-    """Names of the others, and why."""
+    """Names of the others, each with the reason."""
     refused: int
     timed_out: int
     suspicious: int
 
 
 def programs(file: Path) -> list[Program]:
-    """Those of `CHEATS` or `RIGHT`."""
+    """Reads the programs of `CHEATS` or `RIGHT`."""
     read = tomllib.loads(file.read_text(encoding="utf-8"))
     made = []
     for one in read["program"]:
@@ -56,7 +56,7 @@ def programs(file: Path) -> list[Program]:
 
 
 def for_row(cheat: Program, *, where: str, tests: Sequence[str]) -> Program:
-    """A cheat for any tests, for these."""
+    """Adapts a cheat of any tests: each name that the tests use is its `answer`."""
     names = sorted(Names(None, tests).free - BUILT_IN)
     code = "\n".join([cheat.code, *(f"{name} = answer" for name in names)])
     return Program(f"{where}: {cheat.name}", code, [*tests])
@@ -68,7 +68,7 @@ def tally(
     """Runs programs, several at a time.
 
     Args:
-      num_workers: at a time; None is one a processor.
+      num_workers: programs at a time; None is one per processor.
     """
     listed = list(tried)
     with ThreadPoolExecutor(num_workers or os.cpu_count()) as pool:

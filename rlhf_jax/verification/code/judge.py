@@ -1,12 +1,12 @@
 """Runs the tests of generated code, which itself runs in another process.
 
-Calling a function of the code's sends copies of the arguments over, and brings copies
-of the result and of what became of the arguments. Every comparison is made here,
-between plain values.
+A call of the code's function sends copies of the arguments, and receives copies of the
+result and of the arguments as the call left them. Every comparison is made in this
+process, between plain values.
 
-It says over a pipe, behind a nonce each: `ready`; then `passed` for each test passed;
-then, if it was asked to show it, `printed` and a JSON text; then `end`, whether the
-code is `suspicious`, and why it failed.
+The judge reports over a pipe; a nonce begins each message. It reports `ready`; `passed`
+for each test that passes; `printed` and a JSON text if the task asks to `show` the
+output; then `end`, 1 or 0 for `suspicious`, and why the code failed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from rlhf_jax.verification.code.link import Link
 from rlhf_jax.verification.isolation import confined
 from rlhf_jax.verification.unit_tests import Names
 
-TYPE_CHECKING = False  # as typing's, which takes long to import
+TYPE_CHECKING = False  # `typing` takes long to import
 if TYPE_CHECKING:
     from typing import Any
 
-SHOWN = 10_000  # characters that are passed on of what the code printed
+SHOWN = 10_000  # characters of the code's output that are reported
 
 
 def solution(link: Link) -> types.ModuleType:
-    """The code as a module that tests may import from."""
+    """Makes the module `solution`, from which tests may import the code's names."""
 
     def look_up(name: str) -> Any:
         if name == "__all__":  # of `import *`; the names are looked up when needed
@@ -49,7 +49,7 @@ def solution(link: Link) -> types.ModuleType:
 
 
 def describe(error: BaseException) -> str:
-    """The error in a line."""
+    """Returns the error's class and message in one line."""
     try:
         return f"{type(error).__name__}: {error}".split("\n")[0][:300]
     except BaseException:  # its own __str__ raised
@@ -57,7 +57,7 @@ def describe(error: BaseException) -> str:
 
 
 def reason(error: BaseException, link: Link, names: Names) -> str:
-    """Why a failure may not be the code's; "" if it is."""
+    """Returns "refused: ..." if the failure may not be the code's fault, else ""."""
     if error is link.raised:
         named = any(f"{name!r}" in f"{error}" for name in names.bound)
         if isinstance(error, ModuleNotFoundError | OSError) or (
@@ -65,14 +65,14 @@ def reason(error: BaseException, link: Link, names: Names) -> str:
         ):
             return f"refused: {describe(error)}"
     elif isinstance(error, AttributeError | TypeError) and (
-        link.lost or any(f"'{name}'" in f"{error}" for name in link.kinds)
-    ):  # of what a test does to an object that is none of its process's
+        link.lost or any(f"'{name}'" in f"{error}" for name in link.class_names)
+    ):  # the test used an object of the code's as if it were in this process
         return f"refused: {describe(error)}"
     return f"refused: {link.lost[0]}" if link.lost else ""
 
 
 def judge(task: dict[str, Any], link: Link, passed: Any) -> str:
-    """Why the tests ended; "" after the last one passed."""
+    """Runs the tests, and calls `passed` after each; returns why one failed, or ""."""
     compiled = [
         compile(test, f"<test {n}>", "exec", dont_inherit=True)
         for n, test in enumerate(task["tests"], start=1)
@@ -84,19 +84,19 @@ def judge(task: dict[str, Any], link: Link, passed: Any) -> str:
     except BaseException as error:
         return link.over or reason(error, link, names) or describe(error)
     for test, tree in zip(compiled, names.trees, strict=True):
-        link.keeps_arguments = names.holds_to_arguments(tree)
+        link.keeps_arguments = names.compares_with_arguments(tree)
         try:
             exec(test, names)
-        except BaseException as error:  # SystemExit too: the tests that are left count
+        except BaseException as error:  # SystemExit must not skip the remaining tests
             return link.over or reason(error, link, names) or describe(error)
-        if link.over:  # which the test itself has caught
+        if link.over:  # the test has caught `Over`
             return link.over
         passed()
     return ""
 
 
 def main() -> None:
-    """Waits for the other process, reads the task and judges."""
+    """Reads the task, waits for the code's process and runs the tests."""
     settings = json.loads(sys.argv.pop())
     gc.set_threshold(100_000)  # a message may have as many values
     report, requests, replies = settings["pipes"]
@@ -108,7 +108,7 @@ def main() -> None:
 
     def say(what: str) -> None:
         text = f"{task['nonce']} {what}".encode("utf-8", "replace")
-        os.write(report, len(text).to_bytes(4, "big") + text)  # as a `Connection` reads
+        os.write(report, len(text).to_bytes(4, "big") + text)  # `Connection`'s framing
 
     try:
         wire.receive(link.replies)

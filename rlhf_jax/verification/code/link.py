@@ -1,6 +1,6 @@
 """The judge's side of the conversation with generated code (`runner`).
 
-What arrives is read as plain values and numbers of objects, and no more.
+Replies are read as plain values and numbers of objects, nothing else.
 """
 
 from __future__ import annotations
@@ -14,50 +14,52 @@ from rlhf_jax.verification.code import values, wire
 from rlhf_jax.verification.code.objects import LIBRARIES, Class, Function, Handle
 from rlhf_jax.verification.code.wire import Unreadable
 
-TYPE_CHECKING = False  # as typing's, which takes long to import
+TYPE_CHECKING = False  # `typing` takes long to import
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any, NoReturn
 
 ENDED = "its process ended before the tests did"
-FORGED = "its process sent what is no reply"
-OTHERS = ("numpy", "os", "sys", "time", "operator", "enum", "asyncio")  # modules
-# These end a loop quietly where they come from a call, and what it had yet to compare.
+FORGED = "its process sent an invalid reply"
+# Modules, besides `LIBRARIES`, that a test may use if only the code imports them.
+OTHERS = ("numpy", "os", "sys", "time", "operator", "enum", "asyncio")
+# Raised by a call, these would silently end a loop in the test and skip its checks.
 QUIET = (StopIteration, StopAsyncIteration, GeneratorExit)
 
 
 class Over(BaseException):
-    """The tests end here, with the reason `Link.over`, even if one catches this."""
+    """The tests are over, for the reason `Link.over`, even if a test catches this."""
 
 
 class Link:
-    """Asks the code's process, one request at a time."""
+    """Sends requests to the code's process, one at a time."""
 
     def __init__(self, requests: int, replies: int) -> None:
         self.requests = open(requests, "wb")  # noqa: SIM115 - as long as this process
         self.replies = open(replies, "rb", 2**16)  # noqa: SIM115
         self.over = ""  # why all tests from here on fail
-        self.lost: list[str] = []  # of values, so that a failure may not be the code's
+        # What copies lost; a failure afterwards may not be the code's fault.
+        self.lost: list[str] = []
         self.suspicious = self.reading = False
-        self.keeps_arguments = False  # the test compares them with a result
+        self.keeps_arguments = False  # the test compares arguments with a result
         self.handles: dict[int, weakref.ref[Handle]] = {}
-        self.errors: dict[int, type[BaseException]] = {}  # the code's own classes
-        self.kinds: set[str] = set()  # the names of the code's classes
+        self.errors: dict[int, type[BaseException]] = {}  # the code's own error classes
+        self.class_names: set[str] = set()  # of the code's classes
         self.tuples: dict[tuple[str, Any], type] = {}
-        self.classes: dict[str, type] = {}  # of the tests, of objects handed over
-        self.released: list[int] = []  # numbers that nothing here has any more
+        self.classes: dict[str, type] = {}  # the tests' classes that the code was sent
+        self.released: list[int] = []  # numbers of handles that were deleted here
         self.handed: list[Any] = []  # functions and iterators that the code may call
-        self.read: dict[tuple[int, str], Any] = {}  # attributes, since the last call
-        self.what = ""  # is being sent
-        self.taken = 0  # characters of standard input, by the last call
-        self.raised: BaseException | None = None  # the last error of the code's
+        self.attributes: dict[tuple[int, str], Any] = {}  # cleared by calls
+        self.what = ""  # the request being sent
+        self.characters = 0  # of standard input that the last call read
+        self.raised: BaseException | None = None  # the last error that the code raised
 
     def load(self, code: str) -> list[str]:
-        """Runs the code, and raises what it raises; the names that it defines."""
+        """Runs the code and returns the names that it defines; raises its errors."""
         return [name for name in self.ask("load", plain=[code]) if type(name) is str]
 
     def named(self, name: str) -> Any:
-        """What the code calls so; KeyError if nothing."""
+        """Returns what the code defines under a name; KeyError if nothing."""
         match self.ask("name", plain=[name]):
             case ("module", str(module)):
                 if module.partition(".")[0] in (*OTHERS, *LIBRARIES.split()):
@@ -67,51 +69,51 @@ class Link:
                 return vars(importlib.import_module(module))[name]
             case ("value", value):
                 if isinstance(value, Class):
-                    # The test's author wrote the name, the code may be lying.
+                    # The name in the test is trusted; the code may rename a class.
                     value.made_if(name[:1].isupper())
                 return value
         raise KeyError(name)
 
     def refuse(self, why: str) -> NoReturn:
-        """Ends the tests: one needs what is left to no code to decide."""
+        """Ends the tests: a test asks for what generated code must not decide."""
         self._end(f"refused: {why}", suspicious=False)
 
     def call(self, what: str, function: Handle, args: Any, named: Any) -> Any:
-        """Calls it; then the arguments are what it made of them."""
-        self.read.clear()
+        """Calls a function of the code; applies its changes to the arguments here."""
+        self.attributes.clear()
         source, read = sys.stdin, None
         place = source.tell() if type(source) is io.StringIO else None
         if place is not None:
             read = source.read()
             source.seek(place)
-        function._put("_pinned", None)  # which it may change
+        function._put("_pinned", None)  # a call may change the fields
         plain = function._number, read, [*named]
         values = *args, *named.values()
         value = self.ask(what, *values, plain=plain)
         if place is not None and read is not None:
-            source.seek(place + min(self.taken, len(read)))
+            source.seek(place + min(self.characters, len(read)))
         return value
 
     def ask(self, what: str, *args: Any, plain: Sequence[Any] = ()) -> Any:
-        """One request: the result, or the error raised.
+        """Sends one request; returns its result or raises the code's error.
 
         Args:
-          args: values, behind those of `plain`, which JSON has.
+          args: values, which follow the values of JSON's own types in `plain`.
         """
         if self.reading:
             raise Unreadable("an object among what values are made of")
         kept = self._send(what, args, plain)
         while True:
-            word, printed, notes, taken, changed, *rest = self._receive()
+            word, printed, notes, characters, changed, *rest = self._receive()
             if printed:
                 sys.stdout.write(f"{printed}")
             try:
                 for note, suspicious in notes:
                     self.lost.append(f"{note}"[:200])
                     self.suspicious |= suspicious is True
-            except (TypeError, ValueError):  # which a test could take for the code's
+            except (TypeError, ValueError):  # a test could expect these from the code
                 self._end(FORGED)
-            self.taken = taken if type(taken) is int and taken > 0 else 0
+            self.characters = max(characters, 0) if type(characters) is int else 0
             back = word == "back"
             value = self._read(*([], []) if back else (changed, kept), *rest)
             if word == "ok":
@@ -127,14 +129,14 @@ class Link:
             raise error
 
     def parts_of(self, error: BaseException) -> tuple[type[BaseException], list[Any]]:
-        """A class of errors that the code knows, and arguments for it."""
+        """Returns an error class that the code knows, and arguments for it."""
         kinds = (kind for kind in type(error).__mro__ if kind in values.NAMES)
         kind = type(error) if "code_number" in vars(type(error)) else next(kinds)
         plain = {*wire.PLAIN, float}
         return kind, [one if type(one) in plain else f"{one}" for one in error.args]
 
     def _answer(self, number: int, what: str, args: Any, named: Any) -> None:
-        """Calls a function that the code was handed, and sends what comes of it."""
+        """Calls a function of the tests for the code, and sends the result or error."""
         try:
             function = self.handed[number]
             result = function(*args, **named) if what == "call" else next(function)
@@ -145,9 +147,9 @@ class Link:
             self._send("raise", self.parts_of(error))
 
     def reference(self, value: Any) -> Any:
-        """How what is no value is written; None if it is one."""
+        """Encodes an object that is not copied as a reference; None for a value."""
         if isinstance(value, Handle):
-            if self.what == "call":  # which may change it
+            if self.what == "call":  # the call may change it
                 value._put("_pinned", None)
             return "p", value._number
         kind = type(value)
@@ -165,28 +167,28 @@ class Link:
                 self.handed.append(value)
             number = next(n for n, one in enumerate(self.handed) if one is value)
             return "g" if iterates else "f", number
-        if values.passes(value):
+        if values.is_plain(value):
             return None
         if isinstance(value, type) or not hasattr(value, "__dict__"):
-            self.refuse(f"a {kind.__name__} of the test's cannot be handed to the code")
+            self.refuse(f"a {kind.__name__} object of the test cannot be copied")
         self.classes[kind.__name__] = kind
         own = {name for name in vars(kind) if callable(vars(kind)[name])}
         if own - {"__init__", "__repr__", "__str__", "__eq__", "__hash__", "__lt__"}:
-            lost = f"a {kind.__name__} of the test's went over without its methods"
+            lost = f"a {kind.__name__} object of the test lost its methods"
             self.lost.append(lost)
         return None
 
     def shell(self, name: str) -> Any:
-        """An object of a class of the tests."""
+        """Makes an empty object of a class of the tests."""
         return object.__new__(self.classes[name])
 
     def known(self, tag: str, number: Any, *more: Any) -> Any:
-        """What the code refers to."""
+        """Resolves a reference from the code to a handle, function or error class."""
         if tag in ("f", "g"):
             return self.handed[number]
         if tag == "error":
             name, bases = more
-            self.kinds.add(f"{name}")
+            self.class_names.add(f"{name}")
             if not all(issubclass(base, BaseException) for base in bases):
                 raise Unreadable("no class of errors")
             if number not in self.errors:
@@ -195,7 +197,7 @@ class Link:
             return self.errors[number]
         if tag != "o":
             raise Unreadable("unknown")
-        self.kinds.add(f"{more[0]}")
+        self.class_names.add(f"{more[0]}")
         known = self.handles.get(number)
         handle = known and known()
         if handle is None:
@@ -246,13 +248,13 @@ class Link:
         return message
 
     def _read(self, changed: Any, kept: list[Any], table: Any, packed: bytes) -> Any:
-        """The first value of a table; the others are what of `kept` holds now."""
+        """Returns a table's first value; the others replace the `changed` of `kept`."""
         self.reading = True
         try:
             reader = wire.Reader(self, table, packed, kept)
-            # A result that is compared with an argument: as that was before the call.
+            # The test compares the result with an argument as it was before the call.
             if self.keeps_arguments and changed and reader.items[0] is not None:
-                lost = "a call changed an argument that its result is held to"
+                lost = "a call changed an argument that its result is compared with"
                 self.lost.append(lost)
                 kept = values.copies(kept, self)
                 reader = wire.Reader(self, table, packed, kept)

@@ -1,13 +1,13 @@
 """The code's functions and objects as its tests see them, in the judge's process.
 
 A `Handle` stands for an object that stays in the other process: its methods are called
-and its attributes read there. What a test written for plain values does to them (`==`,
-`<`, `len`, items, truth) is refused, and said. Exceptions are
+and its attributes read there. Operations that tests use on plain values (`==`, `<`,
+`len`, items, truth) are refused with a reason. Exceptions are
 
-    dataclasses, members of enumerations    equal by name and fields, compared here
-    what a test made of a class in capitals `len`, items, iteration, truth and text,
-                                            until a call returns it
-    arithmetic among objects                where it makes an object
+    dataclasses, members of enumerations    compared here, by name and fields
+    objects that the test itself made of a  `len`, items, iteration, truth and text,
+      class with a capital initial            until a call returns the object
+    arithmetic among objects                if the result is an object
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import types
 
 from rlhf_jax.verification.code import values
 
-TYPE_CHECKING = False  # as typing's, which takes long to import
+TYPE_CHECKING = False  # `typing` takes long to import
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
-# Arithmetic, by its names in `operator`.
+# Arithmetic operators by their names in the module `operator`.
 OPERATORS = (
     "add sub mul matmul truediv floordiv mod pow and_ or_ xor neg pos abs invert"
 )
-# Modules whose functions tests may use by the names that the code imported them under.
+# Modules whose functions tests may use under the names that the code imported.
 LIBRARIES = "math cmath copy itertools functools collections statistics string re json"
 LIBRARIES += " heapq bisect fractions decimal datetime random typing builtins"
 
 
 class Handle:
-    """An object of the code's."""
+    """A reference to an object in the code's process."""
 
     __slots__ = ("__weakref__", "_base", "_fields", "_link", "_made", "_number")
     __slots__ += ("_ended", "_pinned", "_traits")
@@ -42,11 +42,11 @@ class Handle:
         self._put("_link", link)
         self._put("_number", number)
         self._put("_traits", traits)  # see `runner.reference`
-        self._put("_fields", fields)  # of a dataclass or a member
-        self._put("_base", base)  # the built-in type that it is of
-        self._put("_made", False)  # by the test, and no call has returned it since
-        self._put("_pinned", None)  # fields, as a test gave them; see `__eq__`
-        self._put("_ended", False)  # an iterator that has said so
+        self._put("_fields", fields)  # names, of a dataclass or an enumeration's member
+        self._put("_base", base)  # the built-in type that its class derives from
+        self._put("_made", False)  # the test made it; no call has returned it since
+        self._put("_pinned", None)  # field values that the test wrote; see `__eq__`
+        self._put("_ended", False)  # an iterator that raised StopIteration
 
     def _put(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -63,15 +63,15 @@ class Handle:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name not in ("__name__", "__doc__", "__dict__"):
             raise AttributeError(f"'{type(self).__name__}' object has no {name!r}")
-        read = self._link.read
+        read = self._link.attributes
         if (self._number, name) not in read:
             read[self._number, name] = self._link.ask("getattr", self, name)
         value = read[self._number, name]
         if isinstance(value, Class):
             value.made_if(name[:1].isupper())
         elif isinstance(value, Handle) and value._fields == ["_name_"]:
-            if "k" in self._traits and value._held() != [name]:  # equal to that one
-                value._refuse(f"a member under the name {name}, which is not its own,")
+            if "k" in self._traits and value._content() != [name]:  # an alias
+                value._refuse(f"a member under another name, {name}")
             value._put("_pinned", [name] if "k" in self._traits else None)
         elif name not in self._fields:
             self._put("_pinned", None)  # a method may change it
@@ -82,12 +82,12 @@ class Handle:
 
     def _do(self, what: str, *args: Any) -> Any:
         self._put("_pinned", None)
-        self._link.read.clear()
+        self._link.attributes.clear()
         return self._link.ask(what, self, *args)
 
-    def _held(self) -> Any:
-        """Its fields, or what it holds as a built-in type: plain values, read once."""
-        read, what = self._link.read, "held" if self._base else "fields"
+    def _content(self) -> Any:
+        """Returns its fields or its content as a built-in type, read once per call."""
+        read, what = self._link.attributes, "content" if self._base else "fields"
         if self._pinned is not None:
             return self._pinned
         if (self._number, f"__{what}__") not in read:
@@ -95,9 +95,9 @@ class Handle:
         return read[self._number, f"__{what}__"]
 
     def __eq__(self, other: Any) -> bool:
-        """As Python's objects are: equal to themselves alone; else compared by fields.
+        """Compares identity, or the names and fields of dataclasses and members.
 
-        One side must be what the test made of fields that it gave.
+        Refused unless the test itself gave the fields of one side.
         """
         if other is self or other is None:
             return other is self
@@ -107,9 +107,9 @@ class Handle:
             pinned = self._pinned is not None or other._pinned is not None
             if self._fields and other._fields and pinned:
                 named = type(self).__name__ == type(other).__name__
-                return named and self._held() == other._held()
+                return named and self._content() == other._content()
         elif self._base in values.CONTAINERS and self._made:
-            return values.CONTAINERS[self._base](self._held()) == other
+            return values.CONTAINERS[self._base](self._content()) == other
         self._link.suspicious |= "q" in self._traits and not isinstance(other, Handle)
         return self._refuse("compared")
 
@@ -129,7 +129,7 @@ class Handle:
         return self if "n" in self._traits else iter(self._own("iter"))
 
     def __next__(self) -> Any:
-        if self._ended:  # a generator for a list would be empty for the next check
+        if self._ended:  # a generator returned for a list would look empty
             self._refuse("read again after its end")
         try:
             return self._do("next")
@@ -146,8 +146,8 @@ class Handle:
         return self._do("enter")
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
-        told = (None, []) if error is None else self._link.parts_of(error)
-        return self._do("exit", *told) is True
+        parts = (None, []) if error is None else self._link.parts_of(error)
+        return self._do("exit", *parts) is True
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._refuse("copied")
@@ -159,13 +159,13 @@ class Handle:
 
     def _refuse(self, how: str) -> Any:
         return self._link.refuse(
-            f"a {type(self).__name__} of the code's is {how}; a test may call its "
-            f"methods, and compare plain values"
+            f"a {type(self).__name__} object of the code is {how}; a test may only "
+            f"call its methods and compare plain values"
         )
 
 
 class Function(Handle):
-    """One that can be called: a function, a method."""
+    """A callable of the code's: a function or a method."""
 
     __slots__ = ()
 
@@ -188,7 +188,7 @@ class Class(Function):
     __slots__ = ("_makes",)
 
     def made_if(self, named_as_class: bool) -> None:
-        """Whether objects that a test makes of it may be used as more than results."""
+        """Sets whether objects that a test makes of it allow `len`, items and so on."""
         self._put("_makes", named_as_class)
         self._put("_made", named_as_class)
 
@@ -196,16 +196,16 @@ class Class(Function):
         if not getattr(self, "_makes", False):
             return super().__call__(*args, **named)
         value = self._called("make", args, named)
-        if not isinstance(value, Handle):  # of a built-in type that cannot change
+        if not isinstance(value, Handle):  # an immutable built-in value
             if (value if isinstance(value, tuple) else (value,))[: len(args)] != args:
-                self._refuse("called, and does not hold what it is made of,")
+                self._refuse("not equal to the arguments that made it")
         elif value._fields != ["_name_"]:
             value._put("_made", True)
             if value._fields:
-                held = dict(zip(value._fields, value._held(), strict=True))
-                told = dict(zip(value._fields, args, strict=False)) | named
-                if len(args) <= len(held) and told.items() <= held.items():
-                    value._put("_pinned", [*held.values()])
+                fields = dict(zip(value._fields, value._content(), strict=True))
+                arguments = dict(zip(value._fields, args, strict=False)) | named
+                if len(args) <= len(fields) and arguments.items() <= fields.items():
+                    value._put("_pinned", [*fields.values()])
         return value
 
     def __instancecheck__(self, instance: Any) -> bool:
@@ -220,11 +220,11 @@ class Class(Function):
 
 
 def _arithmetic(what: str, *, reflected: bool = False) -> Callable[..., Any]:
-    """Among the code's objects it is the code's, where it makes one of them."""
+    """Runs an operator in the code's process; refused unless it returns an object."""
 
     def apply(self: Handle, *others: Any) -> Any:
         operands = (*others, self) if reflected else (self, *others)
-        self._link.read.clear()
+        self._link.attributes.clear()
         made = self._link.ask(what, *operands)
         return made if isinstance(made, Handle) else self._refuse("used in arithmetic")
 

@@ -1,7 +1,8 @@
-"""Runs generated code, in a process of its own, and answers what it is asked.
+"""Runs generated code in a process of its own and answers the judge's requests.
 
-It holds no test and no expected value: it is asked to call a function with these
-arguments, and so on. All it can gain by forging an answer is to have answered it.
+This process sees neither the tests nor the expected values, only requests such as to
+call a function with some arguments. Code that forges replies gains nothing over code
+that returns the same values.
 """
 
 from __future__ import annotations
@@ -23,51 +24,49 @@ from rlhf_jax.verification.code import values, wire
 from rlhf_jax.verification.code.objects import LIBRARIES
 from rlhf_jax.verification.isolation import confined
 
-TYPE_CHECKING = False  # as typing's, which takes long to import
+TYPE_CHECKING = False  # `typing` takes long to import
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-# What a subclass of a built-in type lies by, if it does.
+# Methods by which a subclass of a built-in type can pretend to be another value.
 LYING = "eq ne lt le gt ge len iter getitem contains bool hash int float index add radd"
 LYING += " sub rsub mul rmul mod abs round reversed"
-
-
-# What may be asked of objects, beside calls and functions of `operator` and `builtins`.
+# Requests other than calls and the functions of `operator` and `builtins`.
 DONE: dict[str, Callable[..., Any]] = {
     "await": lambda value: importlib.import_module("asyncio").run(value),
     "enter": lambda value: value.__enter__(),
     "exit": lambda v, kind, args: bool(v.__exit__(kind, kind and kind(*args), None)),
     "fields": lambda v: [object.__getattribute__(v, n) for n in _fields(type(v))],
-    "held": lambda value: list(values.READ[values.base_of(type(value))](value)),
+    "content": lambda value: list(values.READ[values.base_of(type(value))](value)),
 }
 OTHERS = vars(operator) | vars(builtins) | DONE
 
 
 class Runner:
-    """The code's side of a conversation."""
+    """The code's side of the conversation with the judge (`link`)."""
 
     def __init__(self, requests: int, replies: int) -> None:
         self.requests = open(requests, "rb", 2**16)  # noqa: SIM115 - for this process
         self.replies = open(replies, "wb")  # noqa: SIM115
         self.module = types.ModuleType("solution")
-        self.objects: dict[int, Any] = {}  # objects that the judge has numbers of
-        self.numbers: dict[int, int] = {}  # by id
-        self.count = self.taken = 0
-        self.handed: dict[tuple[Any, ...], Any] = {}  # stand-ins for the judge's
-        self.standing: dict[int, tuple[Any, ...]] = {}  # how they are written, by id
-        self.classes: dict[str, type] = {}  # stand-ins for the tests' own classes
+        self.objects: dict[int, Any] = {}  # number: object that the judge refers to
+        self.numbers: dict[int, int] = {}  # id(object): number
+        self.count = self.characters = 0
+        self.handed: dict[tuple[Any, ...], Any] = {}  # the judge's functions, iterators
+        self.references: dict[int, tuple[Any, ...]] = {}  # id(function): its reference
+        self.classes: dict[str, type] = {}  # empty copies of the tests' own classes
         self.tuples: dict[tuple[str, Any], type] = {}
-        self.notes: list[tuple[str, bool]] = []  # what was lost on the way
+        self.notes: list[tuple[str, bool]] = []  # (what a copy lost, suspicious)
         self.main = _thread.get_ident()
         self.printed = confined.Printed()
         sys.stdout = io.TextIOWrapper(self.printed, "utf-8", write_through=True)
 
     def serve(self) -> Any:
-        """Answers requests until there are none; or until a call to the judge returns.
+        """Answers requests until the pipe closes or a call of the judge's returns.
 
-        A request is a name of `do`, or "ok" or "raise" with what a function of the
-        judge's came to; released numbers; and arguments.
+        A request is a word, numbers to release, and arguments. The word is one of `do`,
+        or "ok" or "raise" with the result or error of a function of the judge's.
         """
         while True:
             what, released, plain, *table = wire.receive(self.requests)
@@ -82,9 +81,9 @@ class Runner:
             before = {
                 number: values.content(value)
                 for number, value in enumerate(kept)
-                if values.changes(value, self)
+                if values.is_mutable(value, self)
             }
-            word, self.taken = "ok", 0
+            word, self.characters = "ok", 0
             try:
                 value = self.do(what, *plain, *args)
             except BaseException as error:  # SystemExit too
@@ -98,11 +97,15 @@ class Runner:
     def reply(
         self, word: str, value: Any, kept: list[Any], before: dict[int, list[Any]]
     ) -> None:
-        """Sends a result, and what became of the arguments."""
+        """Sends a word and a value, and the new contents of changed arguments.
+
+        The word is "ok", "raise", or "back" to call a function of the judge's. `before`
+        has the old contents of mutable values, by index in `kept`.
+        """
         changed = {}
-        for number, held in before.items():
+        for number, old in before.items():
             now = values.content(kept[number])
-            if len(now) != len(held) or not all(map(operator.is_, now, held)):
+            if len(now) != len(old) or not all(map(operator.is_, now, old)):
                 changed[number] = now
         writer = wire.Writer(self, kept)
         table = writer.table([value, *changed.values()])
@@ -110,27 +113,27 @@ class Runner:
         text = self.printed.getvalue().decode("utf-8", "replace")
         self.printed.seek(0)
         self.printed.truncate()
-        message = [word, text, notes, self.taken, [*changed], table]
+        message = [word, text, notes, self.characters, [*changed], table]
         wire.send(self.replies, message, writer.packed)
 
     def do(self, what: str, *args: Any) -> Any:
-        """One request."""
+        """Returns the result of one request."""
         names = vars(self.module)
         if what == "load":
             exec(compile(args[0], "<code>", "exec", dont_inherit=True), names)
             return [name for name in names if not name.startswith("_")]
         if what in ("call", "make"):
-            number, read, keys, *given = args
-            first = len(given) - len(keys)
-            named = dict(zip(keys, given[first:], strict=True))
+            number, read, keys, *arguments = args
+            first = len(arguments) - len(keys)
+            named = dict(zip(keys, arguments[first:], strict=True))
             if read is not None:
                 sys.stdin = io.StringIO(read)
-            result = self.objects[number](*given[:first], **named)
-            self.taken = sys.stdin.tell() if read is not None else 0
+            result = self.objects[number](*arguments[:first], **named)
+            self.characters = sys.stdin.tell() if read is not None else 0
             base = values.base_of(type(result))
-            own = type(result) not in values.READ and base in (None, *values.CHANGE)
+            own = type(result) not in values.READ and base in (None, *values.MUTABLE)
             if what == "make" and own:
-                self.number(result)  # it stays here, as what a test made
+                self.number(result)  # sent as a reference, not copied
             return result
         if what != "name":
             return OTHERS[what](*args)
@@ -145,7 +148,7 @@ class Runner:
         return "value", value
 
     def raised(self, error: BaseException) -> tuple[Any, ...]:
-        """An error: its class, arguments, text and fields."""
+        """Returns the class, arguments, text and fields of an error."""
         try:
             text = f"{error}"[:1000]
         except BaseException:  # its own __str__ raised
@@ -158,17 +161,21 @@ class Runner:
         return type(error), list(error.args), text, fields
 
     def number(self, value: Any) -> int:
-        """The number of an object, which is kept for as long as the judge wants."""
+        """Numbers an object, which is kept until the judge releases the number."""
         if id(value) not in self.numbers:
             self.count += 1
             self.numbers[id(value)], self.objects[self.count] = self.count, value
         return self.numbers[id(value)]
 
     def reference(self, value: Any) -> tuple[Any, ...] | None:
-        """How what stays here is written, or what the judge handed over."""
+        """Encodes an object that is not copied as a reference; None for a value.
+
+        The traits of an object: c callable, k class, a coroutine, n iterator, and q, b,
+        l for its own `__eq__`, `__bool__` and `__len__`.
+        """
         kind, base = type(value), values.base_of(type(value))
-        if id(value) in self.standing:
-            return self.standing[id(value)]
+        if id(value) in self.references:
+            return self.references[id(value)]
         if isinstance(value, type) and issubclass(value, BaseException):
             if value in values.NAMES:
                 return None
@@ -179,7 +186,7 @@ class Runner:
                 base = base if isinstance(value, enum.ReprEnum) else None
             if base is not None:
                 return self.flattened(kind, base)
-            if values.passes(value) or self.classes.get(kind.__name__) is kind:
+            if values.is_plain(value) or self.classes.get(kind.__name__) is kind:
                 return None
         traits = "c" * callable(value) + "k" * isinstance(value, type)
         traits += "a" * isinstance(value, types.CoroutineType)
@@ -191,22 +198,22 @@ class Runner:
         return "o", self.number(value), named, traits, fields, base and base.__name__
 
     def flattened(self, kind: type, base: type) -> None:
-        """Notes what is lost of a value that goes over as its base."""
+        """Notes what a value of a subclass loses when it is copied as its base."""
         written = _written(kind)
         lying = sorted(written & {f"__{name}__" for name in LYING.split()})
-        told = f" with {', '.join(lying)} of its own" if lying else ""
-        note = f"a {kind.__name__}{told} came as a plain {base.__name__}"
+        own = f" with {', '.join(lying)} of its own" if lying else ""
+        note = f"a {kind.__name__}{own} was copied as a plain {base.__name__}"
         if written or issubclass(kind, enum.Enum):
             self.notes.append((note, bool(lying)))
 
     def shell(self, name: str) -> Any:
-        """An object of a class of the tests, without its methods."""
+        """Makes an empty object for a class of the tests, without its methods."""
         if name not in self.classes:
             self.classes[name] = type(name, (), {})
         return self.classes[name]()
 
     def known(self, tag: str, number: Any, *more: Any) -> Any:
-        """What the judge refers to."""
+        """Resolves a reference from the judge."""
         if tag == "p":
             return self.objects[number]
         if tag == "m":
@@ -220,11 +227,11 @@ class Runner:
             made: Any = asked
             if tag == "g":
                 made = itertools.starmap(asked, itertools.repeat(()))  # until it raises
-            self.handed[tag, number], self.standing[id(made)] = made, (tag, number)
+            self.handed[tag, number], self.references[id(made)] = made, (tag, number)
         return self.handed[tag, number]
 
     def ask(self, number: int, what: str, args: Any, named: dict[str, Any]) -> Any:
-        """Has a function of the judge's called, and answers what it asks meanwhile."""
+        """Has the judge call one of its functions; serves its requests meanwhile."""
         if _thread.get_ident() != self.main:
             raise RuntimeError("refused: a thread calls a function of the tests")
         self.reply("back", (number, what, args, named), [], {})
@@ -238,7 +245,7 @@ def _fields(kind: type) -> list[str]:
 
 
 def _written(kind: type) -> set[str]:
-    """The names of methods of a class that the code has written."""
+    """Names the methods of a class that are defined in the generated code."""
     named = [item for base in kind.__mro__ for item in vars(base).items()]
     methods = {n: getattr(v, "fget", getattr(v, "__func__", v)) for n, v in named}
     codes = {name: getattr(one, "__code__", None) for name, one in methods.items()}
@@ -246,11 +253,11 @@ def _written(kind: type) -> set[str]:
 
 
 def main() -> None:
-    """Takes its limits, says that it is ready, and serves."""
+    """Confines this process, reports that it is ready, and serves requests."""
     settings = json.loads(sys.argv.pop())
     gc.set_threshold(100_000)  # a message may have as many values
     runner = Runner(*confined.take(settings))
-    # Dataclasses and pickle look a class's module up; and this one holds our functions.
+    # Dataclasses and pickle look up a class's module; ours would show our functions.
     sys.modules["solution"] = sys.modules["__main__"] = runner.module
     wire.send(runner.replies, ["ready"])
     try:

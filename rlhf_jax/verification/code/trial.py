@@ -1,4 +1,4 @@
-"""One trial of generated code: what became of it, by the report of its judge."""
+"""One trial of generated code: runs its tests and returns a verdict."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ PROGRAMS = runner.__name__, judge.__name__
 
 
 class Verdict(NamedTuple):
-    """What became of some code."""
+    """The outcome of the tests of some code."""
 
-    passed: int  # tests, in order, before one failed
+    passed: int  # tests that passed, in order, before one failed
     total: int  # tests
     why: str  # the first error, or what ended the process; "" if all passed
-    suspicious: bool = False  # it answered as no right program does
+    suspicious: bool = False  # the code did what no right program does
 
     @property
     def right(self) -> bool:
-        """Every test ran and passed."""
+        """Whether every test passed."""
         return self.passed == self.total
 
     @property
     def refused(self) -> bool:
-        """The failure may be this verifier's: the tests ask for more than it judges."""
+        """Whether the failure may be the verifier's, which cannot judge these tests."""
         return self.why.startswith("refused: ")
 
     @property
     def timed_out(self) -> bool:
-        """It took too long."""
+        """Whether the code exceeded its time limit."""
         return self.why.startswith("took longer than ")
 
 
 class Ran(NamedTuple):
-    """What some code did without tests."""
+    """The outcome of some code without tests."""
 
-    printed: str  # the first characters; nothing where its time was over
+    printed: str  # the first `judge.SHOWN` characters; "" if its time ran out
     why: str  # the error it raised, or what ended the process; "" if nothing did
 
 
 def isolation() -> Isolation:
-    """How generated code is set apart here; runs a program to see."""
+    """Finds how this system can isolate generated code, by running a program."""
     return processes.isolation(*PROGRAMS)
 
 
@@ -59,17 +59,19 @@ def run_tests(
     disk: int = 64,
     unsafe: bool = False,
 ) -> Verdict:
-    """Runs the code and its tests, in two processes that are gone afterwards.
+    """Runs the code and its tests in two processes, which end before it returns.
 
     Args:
-      code: Python, with the standard library and NumPy to import.
-      tests: pieces of Python, run in order. A name that they do not define is the
-        code's (`unit_tests.Names`).
-      seconds, memory, file_size, disk: limits in seconds and MiB.
-      unsafe: also where nothing sets the code apart.
+      code: Python source; it may import the standard library and NumPy.
+      tests: Python sources, run in order. Names that they do not define are looked up
+        in the code (`unit_tests.Names`).
+      seconds: time limit of all tests together.
+      memory, file_size, disk: MiB of address space, of each file, and of all files.
+      unsafe: run the code even if the system cannot isolate it.
 
     Raises:
-      InputError: nothing does. NotStarted: a process did not start.
+      InputError: the system cannot isolate the code, and not `unsafe`.
+      NotStarted: a process did not start.
     """
     limits = {"seconds": seconds, "memory": memory, "file_size": file_size}
     task = {"code": code, "tests": [*tests], "show": False}
@@ -77,7 +79,7 @@ def run_tests(
 
 
 def run_code(code: str, *, unsafe: bool, **limits: float) -> Ran:
-    """Runs the code as `run_tests` does, to see what it prints."""
+    """Runs the code without tests; options as in `run_tests`."""
     task = {"code": code, "tests": [], "show": True}
     verdict, printed = _run(task, unsafe, **limits)
     return Ran(printed, verdict.why)
@@ -98,7 +100,7 @@ def _run(task: dict[str, Any], unsafe: bool, **limits: float) -> tuple[Verdict, 
                 return Verdict(passed, total, why, suspicious == "1"), printed
             elif word == "over:":
                 return Verdict(passed, total, rest), printed
-            else:  # a test ended the judge: nothing that it said counts
+            else:  # the judge ended before its `end`: its reports do not count
                 break
     why = "its process ended before the tests did"
     return Verdict(0, total, why, suspicious=True), printed

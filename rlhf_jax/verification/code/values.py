@@ -1,7 +1,7 @@
-"""Plain values: what passes between generated code and its tests, and how it is read.
+"""Plain values, which are copied between generated code and its tests.
 
-Values of built-in and a few library types pass exactly; a subclass of one is read once,
-by the methods of that type. `wire` has the messages.
+Values of built-in and a few library types are copied exactly. A value of a subclass is
+read once, by the methods of the built-in type. `wire` writes and reads the messages.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from itertools import chain
 
-TYPE_CHECKING = False  # as typing's, which takes long to import
+TYPE_CHECKING = False  # `typing` takes long to import
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
-# How values of a type are read, whatever a subclass has put in place of its methods.
-# What is first, a subclass of both is read as.
+# How the values of a type are read, whatever methods a subclass overrides. A subclass
+# of several types is read as the first of them.
 READ: dict[type, Callable[[Any], Any]] = {
     OrderedDict: OrderedDict.items,
     **dict.fromkeys((Counter, defaultdict, dict), dict.items),
@@ -29,11 +29,11 @@ READ: dict[type, Callable[[Any], Any]] = {
     float: float.__float__,
     complex: complex.__complex__,
 }
-CHANGE = tuple(READ)[:8]  # types whose values a call may change
-PAIRS = CHANGE[:4]
-CONTAINERS = {kind.__name__: kind for kind in CHANGE}
+MUTABLE = tuple(READ)[:8]
+PAIRS = MUTABLE[:4]
+CONTAINERS = {kind.__name__: kind for kind in MUTABLE}
 VIEWS = tuple(type(view) for view in ({}.keys(), {}.values(), {}.items()))
-# Types that pass by their names, as do those of `LIBRARY`, which load late.
+# Types that are written by name; those of `LIBRARY` are, too, but imported when needed.
 NAMED: dict[str, type] = {
     f"builtins.{name}": kind
     for name, kind in vars(builtins).items()
@@ -48,13 +48,13 @@ LIBRARY += ("array.array",)
 
 
 def name_of(kind: Any) -> str:
-    """The name by which a class passes, "" if it does not."""
+    """Returns the name by which a class is written, "" if it is not."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     return name if name in LIBRARY else NAMES.get(kind, "")
 
 
 def named(name: str) -> Any:
-    """The class that passes by a name; KeyError if none does."""
+    """Returns the class that is written by a name; KeyError if there is none."""
     if name not in LIBRARY:
         return NAMED[name]
     module, _, last = name.partition(".")
@@ -62,10 +62,10 @@ def named(name: str) -> Any:
 
 
 def arguments(value: Any) -> tuple[Any, ...]:
-    """What its class, which passes by its name, makes the value of.
+    """Returns the arguments with which its class, found by name, remakes the value.
 
     Raises:
-      ValueError: it holds a time zone that does not pass, as a `ZoneInfo`.
+      ValueError: the value has a time zone that cannot be copied, such as `ZoneInfo`.
     """
     kind = type(value)
     if kind.__name__ == "array":
@@ -73,19 +73,19 @@ def arguments(value: Any) -> tuple[Any, ...]:
     zone = getattr(value, "tzinfo", None) if kind.__module__ == "datetime" else None
     if zone is not None and not name_of(type(zone)):
         other = type(zone).__name__
-        raise ValueError(f"a {kind.__name__} with a {other} is no plain value")
-    # The protocol that has `fold` of a time.
+        raise ValueError(f"a {kind.__name__} with a {other} cannot be copied")
+    # Protocol 4 keeps the `fold` of a time.
     return () if kind is object else value.__reduce_ex__(4)[1]
 
 
 def base_of(kind: type) -> Any:
-    """The built-in type as which values of a class are read; None if of none."""
+    """Returns the built-in type as which a class is read; None if there is none."""
     return next((base for base in READ if issubclass(kind, base)), None)
 
 
 def plain(value: Any, base: Any) -> Any:
-    """A value of a subclass as one of the built-in type."""
-    if base in CHANGE:
+    """Copies a value of a subclass into its built-in type."""
+    if base in MUTABLE:
         made = base()
         refill(made, content(value, base))
         return made
@@ -93,29 +93,29 @@ def plain(value: Any, base: Any) -> Any:
     return base(made) if base in (tuple, frozenset, bytes) else made
 
 
-def passes(value: Any) -> bool:
-    """Whether `wire.Writer` writes it by itself."""
+def is_plain(value: Any) -> bool:
+    """Whether `wire.Writer` copies the value without help of its `side`."""
     kind = type(value)
     known = name_of(kind) or kind in VIEWS or value is ... or is_array(value)
     return bool(known) or base_of(kind) is not None
 
 
-def changes(value: Any, side: Any) -> bool:
-    """Whether a call may change it: a container, an array, an object of fields."""
+def is_mutable(value: Any, side: Any) -> bool:
+    """Whether the value is mutable: a container, an array, a copied object."""
     kind = type(value)
-    if kind is list or kind in CHANGE or kind in side.classes.values():
+    if kind is list or kind in MUTABLE or kind in side.classes.values():
         return True
     return is_array(value) and kind is importlib.import_module("numpy").ndarray
 
 
 def content(value: Any, kind: Any = None) -> list[Any]:
-    """What a value that may change holds, in a list.
+    """Returns the content of a value as a flat list; keys and values alternate.
 
     Args:
       kind: the type that it is read as; None is its own.
     """
     kind = kind or type(value)
-    if kind is list:  # as are most
+    if kind is list:  # the most frequent type
         return list.copy(value)
     if kind is dict:
         return list(chain.from_iterable(dict.items(value)))
@@ -125,7 +125,7 @@ def content(value: Any, kind: Any = None) -> list[Any]:
         return [bytes(bytearray.__iter__(value))]
     if is_array(value):
         return array_parts(value)
-    if kind in CHANGE and kind not in PAIRS:
+    if kind in MUTABLE and kind not in PAIRS:
         return list(READ[kind](value))
     pairs = READ[kind](value) if kind in PAIRS else vars(value).items()
     own = [value.default_factory] if kind is defaultdict else []
@@ -133,9 +133,9 @@ def content(value: Any, kind: Any = None) -> list[Any]:
 
 
 def refill(value: Any, items: Sequence[Any]) -> None:
-    """Makes it hold what `content` said."""
+    """Replaces the content of a value by a list that `content` returned."""
     kind = type(value)
-    if kind is list:  # as are most
+    if kind is list:  # the most frequent type
         value[:] = items
     elif kind is dict:
         value.clear()
@@ -143,30 +143,31 @@ def refill(value: Any, items: Sequence[Any]) -> None:
     elif kind is set:
         value.clear()
         value.update(items)
-    elif kind in CHANGE and kind not in PAIRS:
+    elif kind in MUTABLE and kind not in PAIRS:
         value.clear()
         value.extend(items[0] if kind is bytearray else items)
-    elif kind not in CHANGE and is_array(value):
+    elif kind not in MUTABLE and is_array(value):
         made = array(*items)
         if (made.shape, made.dtype) == (value.shape, value.dtype):
             value[...] = made
     else:
-        into = value if kind in CHANGE else vars(value)
+        into = value if kind in MUTABLE else vars(value)
         into.clear()
         if kind is defaultdict:
             factory, *items = items
-            value.default_factory = defaultdict(factory).default_factory  # if callable
+            # The constructor rejects what is not callable.
+            value.default_factory = defaultdict(factory).default_factory
         put = OrderedDict.update if kind is OrderedDict else dict.update
         put(into, zip(items[::2], items[1::2], strict=True))
 
 
 def copies(values: list[Any], side: Any) -> list[Any]:
-    """Of those that may change, which hold one another as those do."""
+    """Copies the mutable values; references among them point to the copies."""
     made = {}
     for value in values:
-        if changes(value, side):
+        if is_mutable(value, side):
             own = type(value) in side.classes.values()
-            # A container's method, as it keeps a deque's length and what is missing.
+            # `copy` keeps the maximum length of a deque and the default of a dict.
             made[id(value)] = object.__new__(type(value)) if own else value.copy()
     for value in values:
         if id(value) in made:
@@ -176,13 +177,13 @@ def copies(values: list[Any], side: Any) -> list[Any]:
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is an array or a number of NumPy's, if that is loaded."""
+    """Whether the value is a NumPy array or number; False if NumPy is not loaded."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic))
 
 
 def array_parts(value: Any) -> list[Any]:
-    """The type of an array, its shape, None of a number, and its items."""
+    """Returns an array's type, its shape (None for a number) and its items."""
     numpy = importlib.import_module("numpy")
     plain = numpy.ndarray.view(numpy.asarray(value), numpy.ndarray)
     items = plain.ravel().tolist() if plain.dtype.hasobject else plain.tobytes()
@@ -191,7 +192,7 @@ def array_parts(value: Any) -> list[Any]:
 
 
 def array(name: str, shape: Any, items: Any) -> Any:
-    """The array of `array_parts`."""
+    """Makes the array that `array_parts` described."""
     numpy = importlib.import_module("numpy")
     if type(items) is bytes:
         made = numpy.frombuffer(items, _dtype(name)).copy()
@@ -202,11 +203,11 @@ def array(name: str, shape: Any, items: Any) -> Any:
 
 
 def zeros(name: str, shape: Any) -> Any:
-    """An array to fill."""
+    """Makes an array of zeros for `refill`."""
     return importlib.import_module("numpy").zeros(tuple(shape), _dtype(name))
 
 
 def _dtype(name: str) -> Any:
     if name[1:2] not in tuple("biufcSUmMO"):
-        raise ValueError(f"an array of {name} is no plain value")
+        raise ValueError(f"an array of {name} cannot be copied")
     return importlib.import_module("numpy").dtype(name)

@@ -1,12 +1,12 @@
-"""Is a generated Python program right? Its unit tests say so, in a process apart.
+"""Scores generated Python programs by their unit tests, in processes of their own.
 
     response ─extract─> code ─run_tests─> Verdict(passed, total, why)
 
-The code sees neither the tests nor what they expect. They run in `judge`, on copies of
-plain values, which no class of the code's makes equal to what they are not; what they
-ask beyond that is `refused`. What a test leaves to the code remains with the code: two
-results that are compared with one another, or with what a call that returns None made
-of its argument.
+The code sees neither the tests nor their expected values. The tests run in `judge`, on
+copies of plain values, so no `__eq__` of the code takes part in a comparison. Tests
+that need more than plain values are `refused`. A test that compares two results of the
+code with each other, or a result with an argument that a call returning None modified,
+trusts the code for both sides.
 
 Worker processes import this module: it loads no JAX.
 """
@@ -35,28 +35,28 @@ _BLOCK = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class PythonTests:
-    """1 where the code in the response passes every test of its row, else 0.
+    """Scores 1 if the code in the response passes every test of its row, else 0.
 
-    A verifier (`roles/rewards/verifiers.py`) that starts processes for a response: run
-    it in a `verification.pool.VerifierPool`, whose timeout should be above `seconds`.
+    A verifier (`roles/rewards/verifiers.py`) that starts processes for each response.
+    Run it in a `verification.pool.VerifierPool` whose timeout is above `seconds`.
     """
 
     field: str = "tests"
-    """Of the row: a text, or a list of them, each a piece of Python that raises unless
-    the code is right, as `assert add(2, 3) == 5`. They see what the code defines, and
-    what the tests before them do."""
+    """Field of the row that holds the tests: a text or a list of texts, each a piece of
+    Python that raises unless the code is right, such as `assert add(2, 3) == 5`. Tests
+    see the names that the code and earlier tests define."""
     extract: Literal["last_block", "whole"] = "last_block"
-    """The code is the last ```python block of the response, or all of it."""
+    """The code: the last ```python block of the response, or the whole response."""
     seconds: float = 5.0
-    """For the code and all of its tests together."""
+    """Time limit of the code and all of its tests together, seconds."""
     memory: int = 512
-    """Address space, MiB."""
+    """Limit of the address space, MiB."""
     file_size: int = 16
-    """Of each file it writes, MiB."""
+    """Limit of the size of each file that the code writes, MiB."""
     disk: int = 64
-    """Of all files together, MiB; there may be 10,000."""
+    """Limit of the size of all files together, MiB; at most 10,000 files."""
     unsafe: bool = False
-    """Runs the code also where nothing sets it apart from the system."""
+    """Run the code even if the system cannot isolate it."""
 
     counts: ClassVar[Sequence[str]] = ("refused", "code_timed_out", "suspicious")
 
@@ -72,13 +72,13 @@ class PythonTests:
         return self.judge(prompt, response, row).score
 
     def judge(self, prompt: str, response: str, row: Mapping[str, Any]) -> Judged:
-        """The score, and 1 or 0 by each of `counts`."""
+        """Returns the score, and 1 or 0 for each of `counts`."""
         tests = self.gold(row)
         code = response if self.extract == "whole" else last_block(response)
         return self.judge_code(code, tests)
 
     def judge_code(self, code: str | None, tests: Sequence[str]) -> Judged:
-        """`judge` of code by tests, None where there is no code."""
+        """Judges code by tests; None, a response without code, scores 0."""
         if code is None:
             return Judged(0.0, dict.fromkeys(self.counts, 0.0))
         verdict = self.run(code, tests)
@@ -87,17 +87,20 @@ class PythonTests:
         return Judged(float(verdict.right), counted)
 
     def isolated(self, *, unsafe: bool) -> PythonTests:
-        """It, where generated code is set apart, or where `unsafe` allows otherwise.
+        """Checks and prints how generated code is isolated; returns the verifier.
+
+        Args:
+          unsafe: accept that the system cannot isolate the code.
 
         Raises:
-          InputError: nothing sets it apart.
+          InputError: the system cannot isolate the code, and not `unsafe`.
         """
         unsafe = unsafe or self.unsafe
         say_isolation(str(trial.isolation().required(unsafe=unsafe)))
         return dataclasses.replace(self, unsafe=unsafe)
 
     def gold(self, row: Mapping[str, Any]) -> list[str]:
-        """The tests of a row; ValueError if there are none, or one is not Python."""
+        """Returns a row's tests; ValueError if there are none or one is not Python."""
         if self.field not in row:
             raise ValueError(
                 f"expected a field {self.field!r}, got {', '.join(map(repr, row))}; "
@@ -122,11 +125,11 @@ class PythonTests:
         return tests
 
     def run(self, code: str, tests: Sequence[str]) -> Verdict:
-        """What `trial.run_tests` says of the code, with these limits."""
+        """Runs `trial.run_tests` with these limits."""
         return trial.run_tests(code, tests, unsafe=self.unsafe, **self._limits)
 
     def show(self, code: str) -> Ran:
-        """What `trial.run_code` says of the code, with these limits."""
+        """Runs `trial.run_code` with these limits."""
         return trial.run_code(code, unsafe=self.unsafe, **self._limits)
 
     @property
@@ -136,14 +139,14 @@ class PythonTests:
 
 @functools.cache
 def say_isolation(how: str) -> None:
-    """On standard error, once."""
+    """Prints once, on standard error, how generated code is isolated."""
     print(f"code verifier: generated code runs {how}", file=sys.stderr)
 
 
 def last_block(response: str) -> str | None:
-    """The code of the last ```python block, without what all its lines are indented by.
+    """Returns the dedented code of the last ```python block; None if there is none.
 
-    One that is cut off counts to its end.
+    A block without a closing fence extends to the end of the response.
     """
     blocks = _BLOCK.findall(response)
     return textwrap.dedent(blocks[-1]) if blocks else None

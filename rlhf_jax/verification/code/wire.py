@@ -1,17 +1,17 @@
-"""Plain values as they pass between generated code and its tests: by copy.
+"""The messages between generated code and its tests, which copy plain values.
 
-A message is a line of JSON with a table of columns, and what is packed. A column holds
-values in groups of one kind; what all containers of a group hold is one column further
-down:
+A message is a line of JSON with a table of columns, followed by packed numbers and
+bytes. A column holds values in groups of one type. The contents of all containers of a
+group are concatenated into one column further down:
 
     [(1, 2), (3,)]    0: a list of 2 (in 1)    1: tuples of 2 and 1 (in 2)    2: 1 2 3
 
-Functions that take whole columns do most of the work. What may change is numbered and
-written once, so that aliases and cycles keep their shape.
+Most of the work is done by functions that take whole columns. Mutable values are
+numbered and written once, so that aliases and cycles survive.
 
-A subclass of a built-in type is read once, by the methods of that type. What is no
-value is referred to, by numbers that the two sides understand. A reader makes nothing
-but what stands here, whoever wrote the message.
+A subclass of a built-in type is read once, by the methods of that type. Objects that
+cannot be copied are written as references, by numbers that both sides know. A reader
+makes only values of the types in this module, whoever wrote the message.
 """
 
 from __future__ import annotations
@@ -24,86 +24,87 @@ from collections import deque, namedtuple
 from itertools import chain, count, islice
 
 from rlhf_jax.verification.code import values
-from rlhf_jax.verification.code.values import CHANGE, CONTAINERS
+from rlhf_jax.verification.code.values import CONTAINERS, MUTABLE
 
-TYPE_CHECKING = False  # as typing's, which takes long to import
+TYPE_CHECKING = False  # `typing` takes long to import
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
 LARGEST = 2**24  # bytes of a message
-LARGE = 10**4000  # from here on integers are written in base 16
-# Made before there is any code that may replace the functions of `json`.
+LARGE = 10**4000  # integers of at least this size are written in base 16
+# Bound before any generated code runs, which could replace the functions of `json`.
 WRITE = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
 READ_LINE = json.JSONDecoder().decode
-PLAIN = {type(None), bool, int, str}  # as JSON has them
+PLAIN = {type(None), bool, int, str}  # types that JSON has
 UNMADE = object()
 
 
 class Unreadable(Exception):
-    """A message that is none."""
+    """The bytes received are not a message that `Writer` writes."""
 
 
 class Parts(tuple):
-    """What a value is made of, behind a name of `Reader.made`."""
+    """A case of `Reader.made`, followed by the arguments that make the value."""
 
     __slots__ = ()
 
 
-# The groups of values by their types. Others are arrays, objects or become `Parts`.
-GROUPS = {kind: kind.__name__ for kind in (*CHANGE, Parts, tuple, frozenset, complex)}
+# The group of each type. Values of other types are arrays, objects or become `Parts`.
+GROUPS = {kind: kind.__name__ for kind in (*MUTABLE, Parts, tuple, frozenset, complex)}
 GROUPS |= {float: "float", bytes: "bytes", **dict.fromkeys(PLAIN, "plain")}
-PACKED = {"int": "q", "float": "d"}  # columns of numbers, as `struct` packs them
+PACKED = {"int": "q", "float": "d"}  # the `struct` format of packed numbers
 MAKE: dict[str, Callable[[Any], Any]] = {
     "tuple": tuple,
     "frozenset": frozenset,
     "complex": lambda row: complex(*row),
 }
-ROWS = (list, tuple, frozenset, set, Parts)  # which are what they hold
+ROWS = (list, tuple, frozenset, set, Parts)  # iterating over them gives their content
 
 
 class Writer:
-    """Writes a message's table."""
+    """Writes the table of a message."""
 
     def __init__(self, side: Any, known: Sequence[Any] = ()) -> None:
-        """Of values, as yet none.
+        """Starts an empty table.
 
         Args:
-          side: `reference(value)`, the parts by which a value is referred to, or None;
-            `classes`, of objects that pass by their fields, by name.
-          known: values by their numbers, from the message before.
+          side: the `Link` or `Runner`. `side.reference(value)` returns the parts of a
+            reference, or None for a value that is copied; `side.classes` maps names to
+            the classes whose objects are copied field by field.
+          known: the values of the previous message; a value's number is its index.
         """
         self.side, self.values = side, [*known]
         self.numbers = {
             id(value): number
             for number, value in enumerate(known)
-            if values.changes(value, side)
+            if values.is_mutable(value, side)
         }
-        self.plain: dict[int, tuple[Any, Any]] = {}  # what stands for another, by id
+        self.plain: dict[int, tuple[Any, Any]] = {}  # id: (value, its `simple` form)
         self.columns: list[list[Any]] = []
-        self.packed = bytearray()  # numbers and bytes, which go behind the table
+        self.packed = bytearray()  # numbers and bytes, sent after the table
 
     def table(self, items: list[Any]) -> list[Any]:
-        """The table whose first column they are.
+        """Returns the table whose first column is `items`.
 
         Raises:
-          ValueError: one is no value.
+          ValueError: a value cannot be copied.
         """
         self.columns.append(items)
-        return [self.column(column) for column in self.columns]  # which become more
+        return [self.column(column) for column in self.columns]  # `group` appends more
 
     def column(self, items: list[Any]) -> list[Any]:
-        """Its groups, behind the place of the group of each value, if they are many."""
+        """Returns `[order, *groups]`; order[i] is the group of value i, None if one."""
         kinds = set(map(type, items))
         if kinds == {int}:
-            with contextlib.suppress(struct.error):  # one has more than 64 bits
+            with contextlib.suppress(struct.error):  # an integer exceeds 64 bits
                 self.packed += struct.pack(f"<{len(items)}q", *items)
                 return [None, ["int", len(items)]]
         if not kinds <= GROUPS.keys() or (int in kinds and _long(items, kinds)):
             items = list(map(self.simple, items))
             kinds = set(map(type, items))
         names = {kind: GROUPS.get(kind, kind) for kind in kinds}
-        # Objects first: others may need their hashes.
+        # Objects first: sets and dict keys further on may need their hashes.
         ordered = sorted({*names.values()}, key=lambda name: isinstance(name, str))
         if len(ordered) < 2:
             return [None, *(self.group(name, items) for name in ordered)]
@@ -115,10 +116,13 @@ class Writer:
         return [order, *(self.group(*group) for group in groups.items())]
 
     def group(self, name: Any, items: list[Any]) -> list[Any]:
-        """Its name and the values; or which they are, sizes and a column of content.
+        """Returns `[name, values or sizes]`, or `[name, which, own, sizes, column]`.
+
+        The latter is for containers: their numbers (None if all are new), maximum
+        lengths, array types or class name, sizes, and the column of their contents.
 
         Args:
-          name: in `GROUPS`, or a class.
+          name: a value of `GROUPS`, or a class.
         """
         if name == "plain":
             return [name, items]
@@ -128,10 +132,10 @@ class Writer:
         if name == "bytes":
             self.packed += b"".join(items)
             return [name, list(map(len, items))]
-        # What cannot change is known within its column alone: it is made after the
-        # columns further down, which therefore cannot refer to it.
-        lasts = name in CONTAINERS or isinstance(name, type)
-        numbers, which, own = self.numbers if lasts else {}, None, None
+        # An immutable value is numbered within its own column only: it is made after
+        # the columns further down, which therefore cannot refer to it.
+        mutable = name in CONTAINERS or isinstance(name, type)
+        numbers, which, own = self.numbers if mutable else {}, None, None
         fresh = dict(zip(map(id, items), items, strict=True))
         for known in numbers.keys() & fresh.keys():
             del fresh[known]
@@ -141,7 +145,7 @@ class Writer:
             items = list(fresh.values())
         self.values += items
         rows: Any = items
-        if name == "dict":  # as `content`, for all at once
+        if name == "dict":  # `values.content` of all at once
             rows = [tuple(chain.from_iterable(one.items())) for one in items]
         elif items and type(items[0]) not in ROWS:
             rows = list(map(values.content, items))
@@ -155,7 +159,7 @@ class Writer:
         return [name, which, own, list(map(len, rows)), len(self.columns) - 1]
 
     def simple(self, value: Any) -> Any:
-        """A value of one of `GROUPS`, an object or an array, which stands for it."""
+        """Returns the value of a type in `GROUPS`, object or array that is written."""
         kind: Any = type(value)
         if kind in GROUPS:
             long = kind is int and _long([value], {int})
@@ -165,7 +169,7 @@ class Writer:
         return self.plain[id(value)][1]
 
     def parts(self, value: Any) -> Any:
-        """`simple` of a value of another type."""
+        """Computes `simple` for a value whose type is not in `GROUPS`."""
         kind: Any = type(value)
         if kind in values.VIEWS:
             return list(value)
@@ -178,7 +182,7 @@ class Writer:
         if name := values.name_of(kind):
             return Parts(("call", name, *values.arguments(value)))
         if values.is_array(value):
-            whole = values.changes(value, self.side)
+            whole = values.is_mutable(value, self.side)
             return value if whole else Parts(("array", *values.array_parts(value)))
         base = values.base_of(kind)
         if base is tuple and (fields := vars(kind).get("_fields")):
@@ -193,27 +197,28 @@ def _long(items: list[Any], kinds: set[type]) -> bool:
 
 
 class Reader:
-    """Reads a table, whoever wrote it: the values are made here."""
+    """Makes the values of a table, which need not come from a `Writer`."""
 
     def __init__(
         self, side: Any, table: Any, packed: bytes, known: Sequence[Any] = ()
     ) -> None:
-        """Makes every value of the table; `items` are those of its first column.
+        """Makes every value of the table; `items` is its first column.
 
         Args:
-          side: `known(*parts)`, what a reference stands for; `shell(name)`, an object
-            of one of its `classes`; `tuples`, named tuples so far.
-          table, packed: of a message.
-          known: values by their numbers, which only `change` changes.
+          side: the `Link` or `Runner`. `side.known(*parts)` resolves a reference,
+            `side.shell(name)` makes an empty object of a class of `side.classes`, and
+            `side.tuples` holds the classes of named tuples made so far.
+          table, packed: parts of the message.
+          known: the values of the previous message; only `change` modifies them.
 
         Raises:
-          Exception: it is none that `Writer` writes.
+          Exception: no `Writer` writes such a table.
         """
         self.side, self.values, self.known = side, [*known], len(known)
-        self.packed = io.BytesIO(packed)  # each is read once
+        self.packed = io.BytesIO(packed)
         begun = [[self.begin(*group) for group in groups] for _, *groups in table]
         self.columns: list[Any] = [None] * len(table)
-        self.later: list[Any] = []  # values to fill with what must have its hash first
+        self.later: list[Any] = []  # filled last, once their content can be hashed
         for place in reversed(range(len(table))):
             order, *groups = table[place]
             read = list(map(self.fill, begun[place], groups))
@@ -228,14 +233,14 @@ class Reader:
         self.items = self.columns[0]
 
     def change(self, numbers: Any, contents: list[Any]) -> None:
-        """Has values that were known before hold something else."""
+        """Replaces the contents of known values by those that a call left."""
         for number, content in zip(numbers, contents, strict=True):
             value = self.values[number]
-            if 0 <= number < self.known and values.changes(value, self.side):
+            if 0 <= number < self.known and values.is_mutable(value, self.side):
                 values.refill(value, list(content))
 
     def begin(self, name: str, *parts: Any) -> Any:
-        """The values of a group; or their places, as what they hold is read later."""
+        """Returns a group's values, or the slice of the containers still to fill."""
         if name == "plain":
             (items,) = parts
             if type(items) is list and set(map(type, items)) <= PLAIN:
@@ -262,11 +267,11 @@ class Reader:
         return slice(first, len(self.values))
 
     def fill(self, begun: Any, group: Any) -> Sequence[Any]:
-        """The values of a group, with what they hold."""
+        """Returns the values of a group after filling its containers."""
         if type(begun) is not slice:
             return begun
         name, which, _, sizes, place = group
-        flat, self.columns[place] = iter(self.columns[place]), None  # each is read once
+        flat, self.columns[place] = iter(self.columns[place]), None  # read only once
         rows = [tuple(islice(flat, size)) for size in sizes]
         if make := self.made if name == "Parts" else MAKE.get(name):
             self.values[begun] = map(make, rows)
@@ -283,7 +288,7 @@ class Reader:
         return chosen
 
     def made(self, parts: Any) -> Any:
-        """A value of parts that `Writer.parts` has named."""
+        """Makes the value of the parts that `Writer.parts` wrote."""
         match parts:
             case "refer", *rest:
                 return self.side.known(*rest)
@@ -303,10 +308,10 @@ class Reader:
 
 
 def send(pipe: Any, message: list[Any], packed: bytes | bytearray = b"") -> None:
-    """Writes a message and what is packed, as far as there is one who reads.
+    """Writes a message and its packed numbers and bytes.
 
     Raises:
-      ValueError: it is longer than `LARGEST`.
+      ValueError: the message exceeds `LARGEST` bytes. OSError: nobody reads the pipe.
     """
     line = WRITE([*message, len(packed)]).encode("utf-8", "surrogatepass") + b"\n"
     if len(line) + len(packed) > LARGEST:
@@ -317,10 +322,10 @@ def send(pipe: Any, message: list[Any], packed: bytes | bytearray = b"") -> None
 
 
 def receive(pipe: Any) -> list[Any]:
-    """Waits for a message, with what is packed last and its values as yet unread.
+    """Waits for a message; its last item is the packed bytes. Makes no values yet.
 
     Raises:
-      EOFError: there will be none. Unreadable: it is none.
+      EOFError: the pipe is closed. Unreadable: the line is not a message.
     """
     line = pipe.readline(LARGEST)
     if not line:

@@ -1,1 +1,1 @@
-"""A process for code that is not trusted: its limits, files and system calls."""
+"""Processes for untrusted code: their limits, files and system calls."""

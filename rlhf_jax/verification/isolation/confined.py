@@ -1,6 +1,6 @@
-"""What a process takes upon itself before code that is not trusted runs in it.
+"""Limits and a seccomp filter that a process sets on itself before untrusted code runs.
 
-This module loads little: a process starts with every program.
+This module imports little, since every program starts a new process.
 """
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ import os
 import resource
 import sys
 
-TYPE_CHECKING = False  # as typing's, which takes long to import
+TYPE_CHECKING = False  # `typing` takes long to import
 if TYPE_CHECKING:
     from typing import Any
 
 MIB = 2**20
-PRINTED = 2**20  # bytes that are passed on of what a request printed
+PRINTED = 2**20  # bytes kept of the output of a request
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, FILTER = 38, 22, 2
-CAPABILITIES = 0x20080522  # the version of capset(2)'s structures
+CAPABILITIES = 0x20080522  # _LINUX_CAPABILITY_VERSION_3 of capset(2)
 
 
 class NumpyFinder:
-    """Finds NumPy, of all that is installed, in a process without site-packages."""
+    """Finds NumPy, and no other package, in a process without site-packages."""
 
     def __init__(self, folder: str) -> None:
-        self.folder = folder  # of the package
+        self.folder = folder  # of the package numpy
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Of `importlib`."""
+        """Implements `importlib.abc.MetaPathFinder`."""
         if name != "numpy":
             return None
-        os.environ["OPENBLAS_NUM_THREADS"] = "1"  # each would take memory
+        os.environ["OPENBLAS_NUM_THREADS"] = "1"  # each thread would take memory
         return importlib.util.spec_from_file_location(
             name, f"{self.folder}/__init__.py", submodule_search_locations=[self.folder]
         )
 
 
 def limits(settings: dict[str, Any]) -> None:
-    """Of processor time (seconds), address space and files (MiB)."""
+    """Limits processor time (seconds), address space and file sizes (MiB)."""
     for which, most in (
         (resource.RLIMIT_CPU, int(settings["seconds"]) + 2),
         (resource.RLIMIT_AS, settings["memory"] * MIB),
@@ -47,23 +47,23 @@ def limits(settings: dict[str, Any]) -> None:
         (resource.RLIMIT_NOFILE, 64),
         (resource.RLIMIT_CORE, 0),
     ):
-        with contextlib.suppress(OSError, ValueError):  # one that the system lacks
+        with contextlib.suppress(OSError, ValueError):  # the system lacks this limit
             _, hard = resource.getrlimit(which)
             most = most if hard == resource.RLIM_INFINITY else min(most, hard)
             resource.setrlimit(which, (int(most), int(most)))
 
 
 class Printed(io.BytesIO):
-    """Standard output, of which the first `PRINTED` bytes count."""
+    """Standard output, of which the first `PRINTED` bytes are kept."""
 
     def write(self, data: Any, /) -> int:
-        """As ever."""
+        """Keeps what fits; returns the length of `data`, as if all were written."""
         super().write(memoryview(data)[: max(0, PRINTED - self.tell())])
         return len(data)
 
 
 def no_standard_files() -> None:
-    """Has standard input, output and error lead nowhere."""
+    """Redirects standard input, output and error to /dev/null."""
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)
@@ -71,10 +71,10 @@ def no_standard_files() -> None:
 
 
 def take(settings: dict[str, Any]) -> tuple[int, int]:
-    """Limits and a seccomp filter (`ways`), and no privilege.
+    """Applies the limits and the seccomp filter (`ways`), and drops all privileges.
 
     Returns:
-      What were standard input and output, and lead to the judge.
+      Descriptors of the former standard input and output, which lead to the judge.
 
     Raises:
       OSError: the system refuses.
@@ -102,7 +102,7 @@ def _confine(program: bytes) -> None:
             number = ctypes.get_errno()
             raise OSError(number, f"{function.__name__}: {os.strerror(number)}")
 
-    if os.geteuid() == 0:  # root owns many files, but may no more than an owner
+    if os.geteuid() == 0:  # without capabilities root has an owner's rights only
         version = (ctypes.c_uint32 * 2)(CAPABILITIES, 0)
         call(libc.capset, version, (ctypes.c_uint32 * 6)())
     call(libc.prctl, PR_SET_NO_NEW_PRIVS, word(1), word(0), word(0), word(0))

@@ -1,4 +1,4 @@
-"""The folder that generated code writes to: watched, and removed in any case."""
+"""The folder that generated code writes to: measures its size and removes it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import os
 import shutil
 import subprocess
 
-FILES = 10_000  # files and folders that there may be at once
+FILES = 10_000  # limit of the number of files and folders
 
 
 def too_much(folder: str, *, disk: float) -> str:
-    """What of it is more than allowed, or "".
+    """Returns which limit the folder exceeds, "" if none.
 
     Args:
-      disk: MiB in all.
+      disk: limit of the size of all files together, MiB.
     """
     size = count = 0
     folders = [folder]
@@ -25,11 +25,11 @@ def too_much(folder: str, *, disk: float) -> str:
         except OSError as error:
             if error.errno == errno.ENAMETOOLONG:
                 return "made folders that are too deep"
-            continue  # gone already, or not to be read
+            continue  # removed meanwhile, or not readable
         with entries:
             for entry in entries:
                 count += 1
-                with contextlib.suppress(OSError):  # gone already
+                with contextlib.suppress(OSError):  # removed meanwhile
                     size += entry.stat(follow_symlinks=False).st_blocks * 512
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)
@@ -41,10 +41,10 @@ def too_much(folder: str, *, disk: float) -> str:
 
 
 def remove(folder: str) -> None:
-    """Removes it with all that is in it, however deep and whatever its permissions."""
+    """Removes a folder with its contents, of any depth and any permissions."""
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
-    remove = ["rm", "-rf"]  # programs know no longest path
+    remove = ["rm", "-rf"]  # unlike `shutil`, not bound by the longest path
     for words in (remove, ["chmod", "-R", "u+rwX"], remove):
         if os.path.lexists(folder):
             subprocess.run([*words, folder], stderr=subprocess.DEVNULL, check=False)

@@ -1,4 +1,4 @@
-"""The processes of a trial: one for code that is not trusted, one that judges it."""
+"""The processes of a trial: one runs untrusted code, the other judges it."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ from rlhf_jax.functional.errors import InputError
 from rlhf_jax.verification.isolation import folder, ways
 
 OURS = str(Path(__file__).parents[2])
-# Runs the `main` of one of our modules, without what the package loads besides.
+# Runs the `main` of one of our modules without importing the rest of the package.
 START = (
     "import sys; sys.modules['rlhf_jax'] = package = type(sys)('rlhf_jax'); "
     "package.__path__ = [sys.argv.pop(1)]; from {0} import main; main()"
 )
 INTERPRETER = (ways.python(), "-I", "-S", "-B", "-X", "utf8", "-c")
-START_SECONDS = 60.0  # an interpreter takes a tenth of one, on a machine that is free
-WATCH_SECONDS = 0.05  # between two looks at a folder on disk
+START_SECONDS = 60.0  # an interpreter takes about 0.1 s on an idle machine
+WATCH_SECONDS = 0.05  # between two checks of the folder's size
 
 
 class NotStarted(RuntimeError):
-    """A process did not start, which is no code's fault."""
+    """A process did not start, which is not the fault of the generated code."""
 
 
 class Isolation(NamedTuple):
-    """How the code was set apart from the system."""
+    """How generated code is isolated from the system."""
 
     way: str  # one of `ways.WAYS`
-    why: str  # what failed of those before it
+    why: str  # why the ways before it failed
 
     def __str__(self) -> str:
         if self.way == "none":
             return f"without isolation ({self.why}): limits alone, no security boundary"
         other = f"; {self.why}" if self.why else ""
-        return f"apart from files, network and processes, by {self.way}{other}"
+        return f"isolated from files, network and processes by {self.way}{other}"
 
     def required(self, *, unsafe: bool) -> Isolation:
-        """It, where there is one, or `unsafe` allows that there is none.
+        """Returns this isolation.
 
         Raises:
-          InputError: else.
+          InputError: the code would run without isolation, and not `unsafe`.
         """
         if self.way == "none" and not unsafe:
             raise InputError(
-                f"expected a system that sets generated code apart, got none "
+                f"expected a system that can isolate generated code, got none "
                 f"({self.why}); install bubblewrap, or run on Linux 5.13 or newer with "
                 f"libseccomp, or accept the risk by --unsafe-verifier"
             )
@@ -65,10 +65,10 @@ class Isolation(NamedTuple):
 
 @functools.cache
 def isolation(code: str, judge: str) -> Isolation:
-    """How generated code is set apart here; runs a program to see.
+    """Finds the first way of `ways.WAYS` that works here, by running a program.
 
     Raises:
-      NotStarted: not even a process that is not set apart starts.
+      NotStarted: a process does not start even without isolation.
     """
     reasons: list[str] = []
     limits = {"seconds": START_SECONDS, "memory": 512, "file_size": 1, "disk": 1}
@@ -91,16 +91,17 @@ def started(
     way: str,
     limits: dict[str, float],
 ) -> Iterator[Iterator[str]]:
-    """What the judge says, one after the other; its processes end with the block.
+    """Starts both processes, which end with the `with` block.
 
     Args:
-      task: goes to the judge as JSON, with a nonce that begins each of its messages.
-      code, judge: modules whose `main` runs.
+      task: sent to the judge as JSON, with a nonce that begins each of its messages.
+      code, judge: names of modules whose `main` runs.
       way: one of `ways.WAYS`, for the process of `code`.
       limits: seconds; memory, file_size and disk in MiB.
 
     Yields:
-      What it says behind the nonce; "" if no more, "over: why" beyond a limit.
+      The judge's messages without the nonce: "" if there will be no more, and
+      "over: why" once a limit is exceeded.
 
     Raises:
       NotStarted: a process did not start.
@@ -114,7 +115,7 @@ def started(
 
         place = tempfile.mkdtemp(prefix="code-")
         stack.callback(folder.remove, place)
-        errors = stack.enter_context(tempfile.TemporaryFile())  # before it is ready
+        errors = stack.enter_context(tempfile.TemporaryFile())  # of a failed start
         inside = ways.INSIDE if way == "bubblewrap" else place
         settings = {**limits, "folder": inside, "numpy": ways.numpy_folder()}
         before, package = [], OURS
@@ -136,11 +137,11 @@ def started(
         script = START.format(code)
         words = [*before, *INTERPRETER, script, package]
         begin = functools.partial(start, words, {}, stdin=to_read, stdout=to_write)
-        if way == "landlock":  # it holds for a thread and what that starts
+        if way == "landlock":  # confines a thread and the processes that it starts
             with ThreadPoolExecutor(1) as thread:
                 thread.submit(ways.landlock, place).result()
                 thread.submit(begin).result()
-        else:  # `bwrap` would end with such a thread
+        else:  # `bwrap --die-with-parent` would end with such a thread
             begin()
         words = [*INTERPRETER, START.format(judge), OURS]
         options: dict[str, Any] = {"stdin": subprocess.PIPE, "pass_fds": pipes}
@@ -149,20 +150,20 @@ def started(
             file.close()
         with contextlib.suppress(BrokenPipeError), judging.stdin:
             judging.stdin.write(json.dumps(task).encode())
-        said = functools.partial(_next, link, f"{task['nonce']} ")
-        if said(time.monotonic() + START_SECONDS) != "ready":
+        next_message = functools.partial(_next_message, link, f"{task['nonce']} ")
+        if next_message(time.monotonic() + START_SECONDS) != "ready":
             errors.seek(0)
             why = errors.read().decode(errors="replace").strip()[-300:]
             raise NotStarted(f"the process for generated code did not start: {why}")
-        yield _watched(said, place, limits["seconds"], limits["disk"])
+        yield _watched(next_message, place, limits["seconds"], limits["disk"])
 
 
 def _watched(
-    said: Callable[[float], str | None], place: str, seconds: float, disk: float
+    next_message: Callable[[float], str | None], place: str, seconds: float, disk: float
 ) -> Iterator[str]:
     end = time.monotonic() + seconds
     while (now := time.monotonic()) <= end:
-        line = said(min(end, now + WATCH_SECONDS))
+        line = next_message(min(end, now + WATCH_SECONDS))
         if line is not None:
             yield line
         if why := folder.too_much(place, disk=disk):
@@ -170,8 +171,8 @@ def _watched(
     yield f"over: took longer than {seconds:g} s"
 
 
-def _next(link: Connection, nonce: str, end: float) -> str | None:
-    """What the judge says; "" if it will say no more, None if nothing by `end`."""
+def _next_message(link: Connection, nonce: str, end: float) -> str | None:
+    """Returns the judge's next message; "" after the last, None if none by `end`."""
     if not link.poll(max(0.0, end - time.monotonic())):
         return None
     try:
@@ -182,8 +183,8 @@ def _next(link: Connection, nonce: str, end: float) -> str | None:
 
 
 def _end(process: subprocess.Popen[Any]) -> None:
-    """Ends the process and whatever is in its session, and waits for it."""
-    if process.returncode is None:  # else its number may be another's
+    """Kills the process group of a process, and waits for the process."""
+    if process.returncode is None:  # else its id may belong to another process
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

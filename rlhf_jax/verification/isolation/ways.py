@@ -1,14 +1,14 @@
-"""How a process for code that is not trusted is set apart from the system.
+"""The ways to isolate a process that runs untrusted code.
 
-    bubblewrap   namespaces of its own by the program `bwrap`: it sees what Python
-                 needs, read-only, and its folder; no network, no other processes
-    landlock     the same files by Landlock (`py-landlock`)
-    none         limits of the system alone, which are no security boundary
+    bubblewrap   own namespaces, by the program `bwrap`: the process sees its folder
+                 and, read-only, what Python needs; no network, no other processes
+    landlock     access to the same files only, by Landlock (`py-landlock`)
+    none         resource limits alone, which are no security boundary
 
-Either has a seccomp filter (`pyseccomp`): no network, no new process, no signal to
-another. The first that works is taken, and `none` only where it is asked for. Both need
-Linux 5.13, where `sandlock` needs 6.12. `py-landlock` confines the thread that starts
-the process, which starts faster than if it loaded the package itself.
+The first two add a seccomp filter (`pyseccomp`): no network, no new process, no signal
+to another process. The first way that works is chosen; `none` only on request. Both
+work on Linux 5.13, whereas `sandlock` needs 6.12. `py-landlock` confines the thread
+that starts the process, which is faster than importing the package in the process.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import sys
 import tempfile
 
 WAYS = ("bubblewrap", "landlock", "none")
-PACKAGE = "/code/rlhf_jax"  # where our own files are, as bubblewrap shows them
+PACKAGE = "/code/rlhf_jax"  # where bubblewrap mounts the package
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-INSIDE = "/box"  # the folder of the code, as bubblewrap shows it
+INSIDE = "/box"  # where bubblewrap mounts the code's folder
 # Files and folders that an interpreter reads.
 SYSTEM = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64")
 SYSTEM += ("/etc/ld.so.cache", "/usr/share/zoneinfo")
@@ -31,7 +31,7 @@ DEVICES = ("/dev/null", "/dev/urandom")
 
 CLONE_THREAD, F_SETOWN, F_SETOWN_EX = 0x10000, 8, 15
 FIOSETOWN, SIOCSPGRP = 0x8901, 0x8902
-# System calls that fail; what Landlock does not restrict.
+# System calls that the filter refuses, as Landlock does not restrict them.
 PROCESSES = "fork vfork execve execveat kill tkill tgkill rt_sigqueueinfo setpriority"
 PROCESSES += " rt_tgsigqueueinfo pidfd_open pidfd_getfd pidfd_send_signal ptrace kcmp"
 PROCESSES += " process_vm_readv process_vm_writev process_madvise process_mrelease"
@@ -55,20 +55,20 @@ REFUSED = f"{PROCESSES} {NETWORK} {SHARED} {FILES} {SYSTEMS}".split()
 
 
 def numpy_folder() -> str:
-    """Of the package."""
+    """Returns the folder of the installed package numpy, "" if there is none."""
     spec = importlib.util.find_spec("numpy")
     origin = spec and spec.origin
     return os.path.dirname(os.path.realpath(origin)) if origin else ""
 
 
 def python() -> str:
-    """The interpreter itself, outside any virtual environment."""
+    """Returns the path of the interpreter outside any virtual environment."""
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
 @functools.cache
 def readable() -> list[str]:
-    """What the process may read; no path is within another."""
+    """Lists the paths that the process may read; no path is within another."""
     base, library = os.path.realpath(sys.base_prefix), os.path.dirname(os.__file__)
     numpy, libraries = numpy_folder(), [f"{base}/lib", f"{base}/lib64"]
     paths = [*SYSTEM, *libraries, python(), os.path.realpath(library)]
@@ -81,10 +81,10 @@ def readable() -> list[str]:
 
 
 def bubblewrap(folder: str) -> list[str]:
-    """The words before the command.
+    """Returns the words that precede the command.
 
     Raises:
-      OSError: there is no program `bwrap`.
+      OSError: the program `bwrap` is not installed.
     """
     program = shutil.which("bwrap", path="/usr/local/bin:/usr/bin:/bin")
     if program is None:
@@ -104,12 +104,12 @@ def bubblewrap(folder: str) -> list[str]:
 
 
 def landlock(folder: str) -> None:
-    """Holds for this thread, and for processes that it starts.
+    """Confines this thread and the processes that it starts.
 
-    `folder` may be written, the interpreter's files be read.
+    They may write to `folder` and read the interpreter's files.
 
     Raises:
-      OSError: the system has no Landlock. ImportError: there is no `py-landlock`.
+      OSError: the system has no Landlock. ImportError: `py-landlock` is not installed.
     """
     import py_landlock as library  # pyright: ignore[reportMissingImports]
 
@@ -130,10 +130,10 @@ def landlock(folder: str) -> None:
 
 @functools.cache
 def seccomp() -> bytes:
-    """A filter of system calls, as the kernel takes it.
+    """Returns the filter of system calls as a BPF program.
 
     Raises:
-      OSError: there is no libseccomp. ImportError: there is no `pyseccomp`.
+      OSError: libseccomp is missing. ImportError: `pyseccomp` is not installed.
     """
     try:
         import pyseccomp as library  # pyright: ignore[reportMissingImports]
@@ -146,7 +146,7 @@ def seccomp() -> bytes:
             made.add_rule(refused, name)
     thread = library.Arg(0, library.MASKED_EQ, CLONE_THREAD, 0)
     made.add_rule(refused, "clone", thread)
-    made.add_rule(lacks, "clone3")  # its flags are in memory; libraries use clone then
+    made.add_rule(lacks, "clone3")  # its flags cannot be read; libraries try clone next
     made.add_rule(refused, "prlimit64", library.Arg(0, library.NE, 0))
     for which in (F_SETOWN, F_SETOWN_EX):
         made.add_rule(refused, "fcntl", library.Arg(1, library.EQ, which))

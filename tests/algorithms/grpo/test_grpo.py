@@ -458,7 +458,7 @@ def test_each_recipe_has_the_gradient_of_its_paper():
         ({"baseline": None}, "baseline: expected one of"),
         ({"baseline": "mean"}, "baseline: expected one of"),
         ({"normalise": "std"}, "normalise: expected one of"),
-        ({"normalise": "group", "baseline": "leave_one_out"}, "not taken off"),
+        ({"normalise": "group", "baseline": "leave_one_out"}, "is not the baseline"),
     ],
 )
 def test_recipes_that_mean_nothing_are_refused(options, message):

@@ -161,6 +161,7 @@ def test_a_greedy_response_is_a_baseline_and_is_not_trained_on():
     assert float(means["group/std"]) == pytest.approx(std)
 
 
+@pytest.mark.slow
 def test_greedy_responses_are_those_of_the_decoder():
     """The last response of each group does not depend on the key; others do."""
     recipe = make(grpo.REMAX)

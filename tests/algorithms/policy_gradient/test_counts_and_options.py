@@ -461,6 +461,7 @@ def test_what_the_sampler_is_asked_for(monkeypatch):
     }
 
 
+@pytest.mark.slow
 def test_log_probs_of_the_reference_that_are_there_are_not_computed_again():
     """The test has no reference that could compute them."""
     iteration = import_module(ITERATION)

@@ -133,7 +133,7 @@ EVERY = {
 }
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_every_policy_gradient_has_it(name):
     recipe = EVERY[name]

@@ -279,6 +279,7 @@ def test_a_packing_of_another_update_is_refused():
         updated(once, toys.params(), packed)
 
 
+@pytest.mark.slow
 def test_every_size_is_a_branch():
     """A layout at the larger of two sizes, and cut to the smaller one if it fits."""
     form = Form(rows=ROWS, num_minibatches=1, max_new_tokens=SIZE, width=COLUMNS)

@@ -78,6 +78,7 @@ def experience(recipe, *, flipped=False):
     )
 
 
+@pytest.mark.slow
 def test_old_and_new_logprobs_replay_what_the_sampler_chose():
     recipe = dataclasses.replace(RECIPE, routing_replay=RoutingReplay("sampler"))
     start, replayed, stats, scored = experience(recipe)
@@ -102,6 +103,7 @@ def test_old_and_new_logprobs_replay_what_the_sampler_chose():
     assert float(masked.mean_stats(stats)["policy/ratio_max"]) > 1.001
 
 
+@pytest.mark.slow
 def test_the_reference_replays_by_choice_and_old_records_the_trainer():
     both = RoutingReplay("sampler", reference=True)
     _, _, _, scored = experience(
@@ -117,6 +119,7 @@ def test_the_reference_replays_by_choice_and_old_records_the_trainer():
     assert (np.asarray(recorded.experts)[mask] >= 0).all()
 
 
+@pytest.mark.slow
 def test_the_record_and_the_step_of_continuous_batching_are_those_of_a_plain_batch():
     """Decodes two of four rows at a time; the second group replaces the first."""
     plain = dataclasses.replace(RECIPE, routing_replay=RoutingReplay("sampler"))
@@ -158,6 +161,7 @@ def test_options_that_cannot_act_are_named():
         )
 
 
+@pytest.mark.slow
 def test_the_balance_loss_moves_the_router_alone_of_a_batch_without_advantages():
     start, batch, _, _ = experience(RECIPE)
     still = dataclasses.replace(batch, advantages=jnp.zeros_like(batch.advantages))
@@ -177,6 +181,7 @@ def test_the_balance_loss_moves_the_router_alone_of_a_batch_without_advantages()
     assert moved["off"] < 1e-6 < 1e-4 < moved["on"]
 
 
+@pytest.mark.slow
 def test_a_prompt_that_a_group_shares_is_recorded_in_all_of_its_rows():
     """Another packing may put the prompt into another row."""
     old = dataclasses.replace(RECIPE, routing_replay=RoutingReplay("old"))

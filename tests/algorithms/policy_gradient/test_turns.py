@@ -487,6 +487,7 @@ def test_groups_compare_whole_episodes_however_turns_share_their_reward():
     np.testing.assert_allclose(made.token_rewards.sum(axis=1), totals, atol=1e-6)
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("baseline", ["group", "leave_one_out"])
 def test_an_episode_that_never_began_is_none_of_its_group(baseline):
     """Rows 0 to 2 and 3 to 5 are groups; row 1 has no token."""

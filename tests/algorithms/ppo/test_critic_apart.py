@@ -264,7 +264,7 @@ def test_what_needs_one_program_is_refused(experience, name, value):
     ("values", "message"),
     [
         (None, r"pass those of critic_apart\.values"),
-        (jnp.zeros((4, 9)), "one with no critic where it has one"),
+        (jnp.zeros((4, 9)), "got a state without a critic; with a critic apart"),
     ],
 )
 def test_the_policy_is_never_trained_alone_by_accident(values, message):

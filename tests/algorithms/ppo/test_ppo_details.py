@@ -306,6 +306,7 @@ def two_numbers(settings: ppo.PPO, *, policy=0.0) -> state.TrainState:
     )
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize(
     ("whiten_rewards", "whiten_advantages", "ddof"),
     [("minibatch", "minibatch", 0), ("minibatch", None, 1), (None, "minibatch", 1)],
@@ -510,9 +511,9 @@ def test_a_penalty_that_is_no_kl_is_told_once():
         ppo.PPO(**FIXED, penalty=penalty)
     assert len(warned) == 1
     assert "its expected gradient is zero" in str(warned[0].message)
-    assert "'token_mean' divides what a response adds" in str(warned[0].message)
+    assert "'token_mean' divides the sum over a response" in str(warned[0].message)
     assert warned[0].filename == __file__
-    with pytest.warns(UserWarning, match="that of no KL, it is fixed-state forward"):
+    with pytest.warns(UserWarning, match="not that of a KL: it is fixed-state forward"):
         ppo.PPO(
             **FIXED,
             penalty=Penalty(value_estimator="k3", placement="loss", per="length"),
@@ -522,7 +523,7 @@ def test_a_penalty_that_is_no_kl_is_told_once():
 @pytest.mark.parametrize(
     ("options", "bias"),
     [
-        ({}, "'token_mean' divides what a response adds by .* tokens of its minibatch"),
+        ({}, "'token_mean' divides the sum .* by .* tokens of its minibatch: where"),
         ({"aggregation": "sequence_mean"}, "'sequence_mean' divides .* its own tokens"),
         ({"aggregation": "constant"}, None),
         ({"stop_ids": ()}, None),  # every response has one length

@@ -486,7 +486,7 @@ def labelled_of(file, receipt):
     rows = unpaired.read_labelled(file, blank="drop", receipt=receipt)
     options = {"max_length": 12, "seed": 0, "overlong": "drop", "receipt": receipt}
     texts = unpaired.encode_labelled(TOKENIZER, rows, **options)
-    sides = splits.hold_out(unpaired.by_prompt(texts), share=0.3, seed=0)
+    sides = splits.hold_out(splits.by_prompt(texts), share=0.3, seed=0)
     for use, side in zip(("training", "held out"), sides, strict=True):
         receipt.use(use, items.of_labelled(itertools.chain.from_iterable(side)))
     return texts

@@ -144,6 +144,7 @@ def test_there_are_few_widths():
     assert programs_made._score._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_greedy_responses_are_the_likeliest_tokens():
     prompts = [drawn(i, n) for i, n in enumerate((1, 5, 19, 22, 9))]
     responses = dict(made().responses(prompts, numbers=range(5), draw=GREEDY))

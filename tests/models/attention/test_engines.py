@@ -249,6 +249,7 @@ def test_auto_says_what_it_takes_and_why(changes, backend, columns, engine, reas
     assert chosen.reason.startswith(reason)
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_run_is_refused_by_name():
     splash_ = dataclasses.replace(LLAMA, attention="splash")
     with pytest.raises(InputError, match="a TPU for attention splash, got the backend"):

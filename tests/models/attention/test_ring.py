@@ -75,7 +75,7 @@ def compare(out, gradients, name):
         np.testing.assert_allclose(mine, other[ROWS], rtol=1e-5, atol=3e-6)
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "shape",

@@ -40,6 +40,7 @@ def adapters_of(model):
     )
 
 
+@pytest.mark.slow
 def test_every_expert_has_an_adapter_which_is_merged_and_written(tmp_path):
     model, params = loaded("mixtral")
     adapters = adapters_of(model)
@@ -76,6 +77,7 @@ def test_adapters_of_one_tensor_of_all_experts_have_no_name(tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_experts_are_kept_in_int8_and_their_router_is_not():
     model, params = loaded("mixtral")
     stored = frozen.freeze(params, dtype="int8")

@@ -96,7 +96,7 @@ def run(params, tokens, mask, chosen=None, *, model):
 @pytest.mark.parametrize(
     "options", [{"unroll": True}, {"remat": "full"}, {"remat": "dots"}], ids=str
 )
-@pytest.mark.cases(quick=2)
+@pytest.mark.slow
 def test_loops_remat_and_a_replay_of_itself_change_nothing(model, options):
     params = noisy(model)
     hidden, routing, gradient = run(params, TOKENS, MASK, model=model)
@@ -111,6 +111,7 @@ def test_loops_remat_and_a_replay_of_itself_change_nothing(model, options):
     chex.assert_trees_all_close(of_other, gradient, atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_experts_of_another_pass_are_met_and_weighed_by_this_router():
     params = noisy(PLAIN)
     hidden, routing, _ = run(params, TOKENS, MASK, model=PLAIN)
@@ -127,7 +128,7 @@ def test_experts_of_another_pass_are_met_and_weighed_by_this_router():
 
 
 @pytest.mark.parametrize("unroll", [True, False])
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 def test_columns_that_are_not_computed_have_no_record_and_need_none(unroll):
     model = dataclasses.replace(PLAIN, unroll=unroll)
     params = noisy(model)
@@ -166,6 +167,7 @@ def test_a_sampler_records_what_the_trainer_chooses(chunk):
     assert (recorded[~ran] == experts.OWN).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pages", [None, 8])
 def test_continuous_batching_records_what_a_plain_batch_does(pages):
     """Two places for three rows; one waits for a finished row's place."""

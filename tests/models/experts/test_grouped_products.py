@@ -54,6 +54,7 @@ def _interpreted(monkeypatch):
         monkeypatch.setattr(kernels, name, function)
 
 
+@pytest.mark.cases(quick=4)
 @pytest.mark.usefixtures("_interpreted")
 @pytest.mark.parametrize(
     "function", [grouped._blocked, grouped._ragged, grouped._kernel]
@@ -100,6 +101,7 @@ def test_the_gradient_of_matrices_is_no_ragged_product_where_xla_would_expand_it
     assert sorted(results) == ["512x5", "512x6"]  # y, and the gradient of x
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_interpreted")
 def test_kernels_of_gpus_have_the_derivative_of_a_gradient():
     x, w, sizes = arrays("empty")
@@ -122,6 +124,7 @@ def test_kernels_of_gpus_have_the_derivative_of_a_gradient():
         )
 
 
+@pytest.mark.slow
 def test_a_batch_of_groups_and_the_derivative_of_a_gradient():
     x, w, _ = arrays("empty")
     sizes = np.array([[0, 3, 0, 9, 1, 0], [13, 0, 0, 0, 0, 0]], np.int32)

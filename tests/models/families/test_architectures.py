@@ -343,7 +343,7 @@ def test_exact_kl_of_a_policy_reads_what_is_done_to_its_logits(model):
     ("change", "message"),
     [
         ({"rotary_dim": 5}, "an even rotary_dim from 2 to head_dim = 12, got 5"),
-        ({"local_layers": (True,)}, "for each of 3 layers whether .* got 1 entries"),
+        ({"local_layers": (True,)}, "local_layers for each of 3 layers, got 1 entries"),
         ({"sliding_window": None}, "sliding_window if, and only if, .* None with 2"),
         ({"local_layers": ()}, "sliding_window if, and only if, .* 4 with 0 local"),
         ({"sliding_window": 0}, "sliding_window: expected a finite number above 0"),
@@ -352,7 +352,7 @@ def test_exact_kl_of_a_policy_reads_what_is_done_to_its_logits(model):
         ({"residual_scale": -0.5}, "residual_scale: expected a finite number above 0"),
         (
             {"unrotated_layers": (True,)},
-            "for each of 3 layers with rotary .* 1 entries",
+            "unrotated_layers for each of 3 layers, .* 1 entries",
         ),
         (
             {"query_key_norm": False, "joint_head_norm": True},

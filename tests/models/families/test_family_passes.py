@@ -97,6 +97,7 @@ def test_a_row_that_is_changed_moves_no_bit_of_another(name):
     np.testing.assert_array_equal(moved.any(axis=1), [False, True, False])
 
 
+@pytest.mark.cases(quick=1)
 @each_family
 @pytest.mark.parametrize("options", [{}, {"prefill_chunk": 3}], ids=["all", "chunks"])
 def test_log_probs_of_a_token_at_a_time_are_those_of_a_whole_pass(

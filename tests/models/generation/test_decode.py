@@ -685,6 +685,7 @@ def test_a_token_that_nothing_predicts_is_uniform():
     assert not np.asarray(entropy).any()
 
 
+@pytest.mark.slow
 def test_the_likeliest_tokens_are_those_of_the_distributions_drawn_from():
     """Holds at every response token, the last included; nothing else changes."""
     model, temperature = tiny.GPT2, 0.7

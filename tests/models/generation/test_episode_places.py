@@ -57,6 +57,7 @@ def begun(model, *rows, draws):
     return read(tiny.params(model), state, arriving(*rows, draws=draws))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [tiny.GPT2, pytest.param(tiny.MIXED, marks=pytest.mark.slow)],

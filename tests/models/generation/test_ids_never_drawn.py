@@ -154,6 +154,7 @@ def test_samples_in_pages():
     assert_same(sampled(params, shape, **options), sampled(*other, **options))
 
 
+@pytest.mark.slow
 def test_unused_ids_would_be_drawn_without_the_mask():
     params, model = tiny.params(tiny.GPT2), tiny.GPT2
     output = sampled(params, dataclasses.replace(model, unused_ids=((12, 13),)))

@@ -66,6 +66,7 @@ def test_log_probs_are_those_of_a_whole_pass():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "batching"),
     [
@@ -93,6 +94,7 @@ def test_a_group_runs_its_prompt_once():
     assert_same(sampled(group_size=3, continuous_batching=6), plain)
 
 
+@pytest.mark.slow
 def test_a_cache_in_int8_keeps_states_as_they_are():
     model = dataclasses.replace(MODEL, cache="int8")
     state = caches.blank_state(model, rows=2)

@@ -457,7 +457,7 @@ def test_no_loss_moves_the_reference(name):
         ({"dtype": "eight"}, "'bfloat16', 'float16', 'int8', got 'eight'"),
         ({"dtype": "int32"}, "'float16', 'int8', got 'int32'"),
         ({"memory": "disk"}, "memory: expected one of None, 'device', .* got 'disk'"),
-        ({"embeddings": "bfloat16"}, "beside int8 only"),
+        ({"embeddings": "bfloat16"}, "only int8 takes"),
         ({"dtype": "bfloat16", "embeddings": "float32"}, "where dtype is bfloat16"),
         ({"dtype": "int8", "embeddings": "int4"}, "embeddings: expected one of None"),
     ],

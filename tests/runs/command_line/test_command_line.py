@@ -72,7 +72,7 @@ def test_help_explains_every_field(capsys):
         assert words in text
     for field in dataclasses.fields(Config):
         assert f"--{field.name.replace('_', '-')}" in text
-    assert "Root of every random number" in text
+    assert "Seed of every random number" in text
 
 
 @pytest.mark.parametrize(
@@ -276,6 +276,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path, capsys):
     assert "nothing was written" in message
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_that_python_drops_comes_again(tmp_path, capsys, signum):
     """Python drops what a handler raises in a callback of the garbage collector."""

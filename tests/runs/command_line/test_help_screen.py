@@ -95,7 +95,7 @@ def test_the_options_of_the_screen_and_no_other(option, monkeypatch, capsys):
             initial_indent=f"{'  --out PATH':28}",
             subsequent_indent=28 * " ",
         ),
-        f"{'  --seed INT':28}Root of every random number. [0]",
+        f"{'  --seed INT':28}Seed of every random number. [0]",
     ]
     assert "--help-all lists every option;" in " ".join(notes.split())
 

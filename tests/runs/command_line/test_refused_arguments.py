@@ -102,7 +102,7 @@ def refused(argv, **options):
         ),
         (
             ["--modle", "m", "--out=o"],
-            "expected --model, got '--modle m', which there is not; train --help "
+            "expected --model, got '--modle m', which is not an option; train --help "
             "explains more",
         ),
     ],

@@ -144,6 +144,7 @@ def failing(monkeypatch, *, after: int, times: int = 10**9) -> list[str]:
     return asked
 
 
+@pytest.mark.slow
 def test_a_lost_connection_stops_the_run_which_loses_nothing(
     whole, spool, monkeypatch, capsys
 ):
@@ -153,7 +154,7 @@ def test_a_lost_connection_stops_the_run_which_loses_nothing(
     message = capsys.readouterr().err
     expected = f"stopped: {URL} could not be written: ConnectionError: the network"
     assert message.startswith(expected), message
-    assert "safe are snapshot" in message
+    assert "safe: snapshot" in message
     assert f"keep {spool}" in message
     assert f"--config {URL}/config.json --resume" in message
     # The spool is ahead of the bucket, and the run goes on from there.
@@ -166,6 +167,7 @@ def test_a_lost_connection_stops_the_run_which_loses_nothing(
     assert toy_storage.results(urls.fetched(URL)) == toy_storage.results(whole)
 
 
+@pytest.mark.slow
 def test_a_snapshot_killed_before_its_list_gets_one_in_the_bucket(
     whole, spool, monkeypatch
 ):
@@ -186,6 +188,7 @@ def test_a_short_failure_is_tried_again(whole, monkeypatch):
     assert toy_storage.results(urls.fetched(URL)) == toy_storage.results(whole)
 
 
+@pytest.mark.slow
 def test_the_spool_of_an_older_process_is_filled_anew(whole, spool, monkeypatch):
     other = spool.parent / "other"
     stopped_at(1, monkeypatch)
@@ -244,6 +247,7 @@ def test_a_name_that_leads_out_of_the_spool_is_refused(spool, capsys):
     assert not any(path.is_file() for path in spool.parent.rglob("*"))
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_left_of_a_snapshot_goes(whole, monkeypatch):
     stopped_at(3, monkeypatch)
     system = urls.system(URL)
@@ -257,6 +261,7 @@ def test_what_a_killed_process_left_of_a_snapshot_goes(whole, monkeypatch):
     assert toy_storage.results(there) == toy_storage.results(whole)
 
 
+@pytest.mark.slow
 def test_snapshots_that_are_set_aside_are_so_in_the_bucket(whole, spool):
     run()
     system = urls.system(URL)

@@ -102,7 +102,7 @@ def test_data_is_read_and_read_again_once_it_has_changed(bucket):
 
 
 def test_what_is_not_there_is_told(bucket):
-    with pytest.raises(InputError, match="got no such bucket or file; see to its name"):
+    with pytest.raises(InputError, match="got no such bucket or file; check its name"):
         files.read_prompts("memory://bucket/none.jsonl")
 
 

@@ -87,7 +87,7 @@ def test_what_a_killed_write_left_is_not_missed(begun):
 def test_a_damaged_data_json_is_refused_and_one_that_is_removed_is_written(begun):
     file = begun.out / "data.json"
     file.write_text("{}")
-    with pytest.raises(InputError, match="put it back, or remove it, and it is writte"):
+    with pytest.raises(InputError, match="put it back, or remove it to have it"):
         play(begun)
     file.unlink()
     play(begun, version=2)  # of a library that says more of the data

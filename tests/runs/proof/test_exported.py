@@ -59,7 +59,7 @@ def test_files_added_to_a_model_are_told_and_do_no_harm(model, capsys):
     number = len((model.parent / "model.sha256").read_text().splitlines())
     assert exported.check(model) == (number, [], [], [], ["model/notes/mine.txt"])
     hf.load(model)
-    note = "model.sha256 does not vouch for:\n  model/notes/mine.txt\n"
+    note = "model.sha256 does not list:\n  model/notes/mine.txt\n"
     assert note in capsys.readouterr().err
 
 

@@ -324,6 +324,7 @@ def refusal(out, **options):
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_snapshot_is_gone_back_from(out, finished, capsys):
     folder = out / "snapshots" / "second"
     damage(out, "second", 6)

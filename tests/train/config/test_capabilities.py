@@ -222,7 +222,7 @@ def test_a_command_line_is_refused(monkeypatch, check):
         parse.__wrapped__("grpo --max-staleness 1 --buckets 8 16")
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", features.METHODS)
 def test_a_method_refuses_an_option_by_what_the_method_is_alone(name, check):
     alone = parse(name)

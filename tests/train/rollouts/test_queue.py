@@ -227,6 +227,7 @@ def test_a_snapshot_waits_as_the_trainer_and_the_end_is_no_wait(update):
         assert queue.waits.read()["sampler"] == 0
 
 
+@pytest.mark.slow
 def test_the_next_draw_begins_while_scores_are_waited_for():
     """Two scores and draws of 0.3 s each take 0.9 s in all, not 1.2 s."""
 

@@ -1,10 +1,10 @@
-"""Qwen 3.5, the dense language model: three DeltaNet layers to one of gated attention.
+"""Qwen 3.5, the dense language model: three DeltaNet layers per layer of attention.
 
     linear_attention    `delta_net.py`
-    full_attention      Qwen 3's, whose output is multiplied by sigmoid of a gate, and
-                        whose heads rotate in part
+    full_attention      as in Qwen 3, with its output multiplied by sigmoid of a gate
+                        and heads that rotate in part
 
-Norms are stored as their difference from 1, but that of a DeltaNet.
+Norms are stored as their difference from 1, except the norm of a DeltaNet.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from rlhf_jax.models.config import DeltaNet, ModelConfig
 from rlhf_jax.models.families import keys, llama
 from rlhf_jax.models.families.options import fields, rotary
 
-KINDS = {"linear_attention": True, "full_attention": False}  # whether recurrent
-ROTATED = 0.25  # of a head, where a config.json is silent
+KINDS = {"linear_attention": True, "full_attention": False}  # True: recurrent
+ROTATED = 0.25  # default share of a head that rotates
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
@@ -96,13 +96,13 @@ def config_to_hf(model: ModelConfig) -> dict[str, Any]:
 
 
 def key_table(model: ModelConfig) -> keys.Table:
-    """Llama's names, of attention and of DeltaNets."""
+    """Llama's names around attention and DeltaNets."""
     projections = *_attention_keys(model), *_delta_net_keys(model)
     return llama.table(model, *projections, *llama.mlp_keys(model))
 
 
 def _attention_keys(model: ModelConfig) -> tuple[keys.Key, ...]:
-    """Qwen 3's, with the gate of a head behind its query."""
+    """As in Qwen 3, with the gate of each head after its query in one tensor."""
     theirs, ours = "model.layers.{layer}.self_attn.q_proj", "layers/attention"
     query, *others = (
         key

@@ -1,6 +1,6 @@
 """gpt-oss (arXiv:2508.10925): attention sinks, alternating windows, clamped experts.
 
-Gate and up of all experts of a layer are one tensor, column by column in turn. Weights
+Gate and up of all experts of a layer are one tensor, with alternating columns. Weights
 in MXFP4 (`checkpoints/hf/mxfp4.py`) are read as bfloat16.
 """
 
@@ -14,7 +14,7 @@ from rlhf_jax.models.config import Experts, ModelConfig
 from rlhf_jax.models.families import keys, llama
 from rlhf_jax.models.families.options import fields, rotary, windows
 
-# Where a config.json is silent.
+# For options missing from config.json.
 DEFAULTS = {"rope_theta": 150_000.0, "head_dim": 64, "rms_norm_eps": 1e-5}
 DEFAULTS |= {"attention_bias": True}
 
@@ -27,7 +27,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """
     quantised = fields.option(config, "quantization_config", {})
     fields.only(quantised, {"quant_method": "mxfp4"})
-    if not rotary.parameters(config):  # theirs would be the 20b's
+    if not rotary.parameters(config):  # transformers' default is that of the 20b
         fields.required(config, "rope_scaling")
     model = llama.decoder_from_hf(fields.filled(config, DEFAULTS), family="gpt_oss")
     model = windows.from_hf(
@@ -52,7 +52,7 @@ def config_to_hf(model: ModelConfig) -> dict[str, Any]:
     experts = model.experts
     assert experts is not None
     options = llama.decoder_to_hf(model)
-    if options["rope_scaling"] is None:  # or theirs would be yarn
+    if options["rope_scaling"] is None:  # transformers' default is yarn
         options["rope_scaling"] = {"rope_type": "default"}
     return options | {
         "attention_bias": model.attention_bias,
@@ -66,13 +66,13 @@ def config_to_hf(model: ModelConfig) -> dict[str, Any]:
 
 
 def key_table(model: ModelConfig) -> keys.Table:
-    """Llama's names around sinks, the router, and one tensor for all experts' gates."""
+    """Llama's names around sinks, the router, and one tensor per matrix of experts."""
     theirs, ours = "model.layers.{layer}", "layers/experts"
     gate_up = (f"{ours}/gate", f"{ours}/up")
     router, experts = f"{theirs}.mlp.router", f"{theirs}.mlp.experts"
 
     def fused(name: str, paths: tuple[str, ...], turns: int | None) -> list[keys.Key]:
-        """Of matrices [E, in, out], and biases [E, out]."""
+        """Keys of matrices [E, in, out] and biases [E, out]."""
         parts = {"": "kernel", "_bias": "bias"}
         return [
             keys.Key(

@@ -1,4 +1,4 @@
-"""Shapes of well-known mixtures, as `registry.py` has those of dense checkpoints."""
+"""Shapes of well-known mixtures; `registry.py` has those of dense checkpoints."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from rlhf_jax.models.config import Experts, ModelConfig
 from rlhf_jax.models.families import keys, llama
+from rlhf_jax.models.families.mistral import in_every_layer
 from rlhf_jax.models.families.options import fields
 
 
@@ -15,12 +16,12 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """The decoder of a Qwen3Moe `config.json`.
 
     Raises:
-      InputError: an option that the decoder does not implement, by name, such as a
-        layer without experts.
+      InputError: an option that the decoder does not implement, by name, such as one
+        for layers without experts.
     """
     fields.only(config, {"decoder_sparse_step": 1, "mlp_only_layers": []})
     width = fields.required(config, "moe_intermediate_size")
-    # Heads are no fixed 128 here, and windows begin with the first layer.
+    # Unlike in Qwen 3, head_dim has no default, and windows begin at the first layer.
     model = llama.decoder_from_hf(
         {**config, "intermediate_size": width}, family="qwen3_moe"
     )
@@ -28,12 +29,9 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     window = fields.option(config, "sliding_window", 4096)
     if not fields.option(config, "use_sliding_window", False):
         window = None
-    local = () if window is None else (True,) * model.num_layers
     return dataclasses.replace(
-        model,
+        in_every_layer(model, window=window),
         query_key_norm=True,
-        sliding_window=window,
-        local_layers=local,
         experts=Experts(
             count=fields.required({"num_experts": count}, "num_experts"),
             per_token=fields.required(config, "num_experts_per_tok"),

@@ -1,1 +1,1 @@
-"""What of a `config.json` many families have alike, read and written."""
+"""Options of a `config.json` that many families share, read and written."""

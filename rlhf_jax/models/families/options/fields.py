@@ -1,8 +1,8 @@
 """Options of a `config.json`: types, bounds, defaults, and what is not implemented.
 
-A file that was edited by hand, or cut off, has texts where numbers belong, or sizes
-that no checkpoint has. One table says what each option must be, for all families, and
-`check` looks before a family reads them.
+A file that was edited by hand or cut off may have strings instead of numbers, or sizes
+that no checkpoint has. One table has the valid values of each option, for all families,
+and `check` applies it before a family reads the options.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, Literal
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 
-MAX_LAYERS = 10_000  # ten times the deepest decoder that was ever trained
-MAX_SIZE = 2**31 - 1  # of an axis, as int32 counts it
+MAX_LAYERS = 10_000  # ten times the deepest decoder ever trained
+MAX_SIZE = 2**31 - 1  # largest axis that int32 can index
 Activation = Literal["gelu_tanh", "gelu", "silu"]
 ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
@@ -137,13 +137,13 @@ _GROUPS = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attenti
 
 
 def check(config: Mapping[str, Any], *, inside: str = "") -> None:
-    """Raises InputError for an option of another type, or out of bounds.
+    """Raises InputError for an option of a wrong type, or out of bounds.
 
-    What is null is absent: `required` and the defaults decide.
+    A null option counts as absent: `required` and the defaults decide about it.
 
     Args:
-      config: of a config.json, or of a group of options in it.
-      inside: where that group stands, as in "rope_scaling.".
+      config: the options of a config.json, or of a group in it.
+      inside: prefix of the group in messages, such as "rope_scaling.".
     """
     for option, value in config.items():
         if value is None or option not in _EXPECTED:
@@ -159,12 +159,12 @@ def check(config: Mapping[str, Any], *, inside: str = "") -> None:
 
 
 def token_ids(value: Any, *, option: str) -> tuple[int, ...]:
-    """An id, or a list of them, as a tuple; null is none.
+    """Reads one token id or a list of them as a tuple; null is ().
 
-    Some checkpoints name ids beyond their vocabulary, or -1, which never come.
+    Some checkpoints name ids beyond their vocabulary, or -1, which never occur.
 
     Raises:
-      InputError: one is no whole number.
+      InputError: an id is not a whole number from -1.
     """
     ids = [] if value is None else value if isinstance(value, list) else [value]
     for one in ids:
@@ -178,7 +178,7 @@ def token_ids(value: Any, *, option: str) -> tuple[int, ...]:
 
 
 def shown(value: Any) -> str:
-    """A value for a message, on one short line."""
+    """A value on one short line, for error messages."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if type(value) is int and abs(value) >= 10**30:
@@ -187,7 +187,7 @@ def shown(value: Any) -> str:
 
 
 def required(config: Mapping[str, Any], option: str) -> Any:
-    """`config[option]`, or an InputError that names it."""
+    """`config[option]`; raises an InputError if it is absent or null."""
     if config.get(option) is None:
         raise InputError(
             f"config.json: expected a value for {option!r}, got none; "
@@ -197,21 +197,21 @@ def required(config: Mapping[str, Any], option: str) -> Any:
 
 
 def option(config: Mapping[str, Any], option: str, default: Any) -> Any:
-    """`config[option]`, or the default where it is absent or null."""
+    """`config[option]`, or the default if it is absent or null."""
     value = config.get(option)
     return default if value is None else value
 
 
 def filled(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The options, and defaults where they are absent or null."""
+    """The options, with defaults for those that are absent or null."""
     own = {name: value for name, value in config.items() if value is not None}
     return {**config, **defaults, **own}
 
 
 def only(config: Mapping[str, Any], supported: Mapping[str, Any]) -> None:
-    """Raises InputError for an option that is set to anything but what we implement.
+    """Raises InputError for an option that has another value than the supported one.
 
-    None is not set.
+    A null option counts as absent.
     """
     for option, value in supported.items():
         if config.get(option) not in (None, value):
@@ -222,7 +222,7 @@ def only(config: Mapping[str, Any], supported: Mapping[str, Any]) -> None:
 
 
 def activation(config: Mapping[str, Any], option: str, default: str) -> Activation:
-    """Our name of an activation."""
+    """The decoder's name of the activation in a config."""
     name = config.get(option, default)
     if name not in ACTIVATIONS:
         raise InputError(

@@ -1,4 +1,4 @@
-"""Rotary positions in a Hugging Face config: base, scaling and share, both ways."""
+"""Rotary positions in a Hugging Face config: base, scaling and rotated share."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from rlhf_jax.models.families.options import fields
 
 
 def parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`rope_scaling`, or the `rope_parameters` of transformers 5, which hold more."""
+    """`rope_scaling`, or `rope_parameters` (transformers 5), with the base as well."""
     return config.get("rope_scaling") or config.get("rope_parameters") or {}
 
 
 def by_kind_of_layer(
     config: Mapping[str, Any],
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """`rope_parameters` of local and of global layers, of which these alone are scaled.
+    """`rope_parameters` of local and of global layers; only global ones may be scaled.
 
     Raises:
-      InputError: those of local layers are scaled.
+      InputError: local layers are scaled.
     """
     nested = config.get("rope_parameters") or {}
     near = nested.get("sliding_attention") or {}
@@ -38,10 +38,10 @@ def from_hf(
 
     Args:
       config: with `rope_scaling`, or `rope_parameters` that hold the base as well.
-      theta: the option that holds the base otherwise; without either it is 10 000.
+      theta: the option of the base if `rope_parameters` has none; default 10,000.
 
     Raises:
-      InputError: a kind of scaling that the decoder does not implement.
+      InputError: the decoder does not implement the kind of scaling.
     """
     scaling = parameters(config)
     bases = (scaling.get("rope_theta"), config.get(theta), 10_000.0)
@@ -66,7 +66,7 @@ def from_hf(
         case "yarn":
             return base, _yarn(config, scaling)
     remedy = "use another checkpoint"
-    if kind == "dynamic":  # plain up to there, and other frequencies for each length
+    if kind == "dynamic":  # unscaled up to that length
         remedy += ", or remove the scaling to read max_position_embeddings tokens"
     raise InputError(
         f"config.json: expected a rope_type of default, linear, llama3 or yarn, got "
@@ -75,26 +75,26 @@ def from_hf(
 
 
 def max_positions(config: Mapping[str, Any], scaling: RopeScaling | None) -> int:
-    """The context in tokens: `max_position_embeddings`, which yarn alone may lengthen.
+    """The context in tokens: `max_position_embeddings`, which only yarn may lengthen.
 
-        rope_type     context                          as read elsewhere
+        rope_type     context                          same as
         default       max_position_embeddings          transformers, vLLM
-        yarn          factor × the original length,    vLLM; Qwen's recipe adds the
-                      if that is more                  scaling and nothing else
+        yarn          factor × the original length,    vLLM; Qwen's recipe adds only
+                      if that is more                  the scaling
         linear        max_position_embeddings          transformers; vLLM multiplies,
                                                        but some files (DeepSeek Coder)
                                                        state the long context already
         llama3        max_position_embeddings          transformers, vLLM: it is the
                                                        long context already
-        dynamic, longrope                              refused
+        dynamic, longrope                              rejected
 
-    What is saved states the context, and reads back as the same.
+    A saved config states this context, and so reads back as the same.
 
     Args:
-      scaling: of `from_hf`.
+      scaling: from `from_hf`.
 
     Raises:
-      InputError: it is not stated, or longer than any.
+      InputError: `max_position_embeddings` is missing, or the context is too long.
     """
     stated = fields.required(config, "max_position_embeddings")
     if scaling is None or scaling.kind != "yarn":
@@ -142,8 +142,8 @@ def rotary_dim(
     """Dimensions of a head that rotate; None is all of them.
 
     Args:
-      share: the option that says which part of a head, if `rope_parameters` does not.
-      default: that part without either.
+      share: the option of the rotated share of a head, if `rope_parameters` lacks it.
+      default: the share if both are missing.
     """
     inner = parameters(config).get("partial_rotary_factor")
     values = (inner, config.get(share), default)
@@ -152,11 +152,11 @@ def rotary_dim(
 
 
 def share(model: ModelConfig) -> float:
-    """What `rotary_dim` reads as the model's, of the dimensions of a head."""
+    """The share of a head that `rotary_dim` reads back as the model's rotary_dim."""
     if model.rotary_dim is None:
         return 1.0
     share = model.rotary_dim / model.head_dim
-    if int(model.head_dim * share) < model.rotary_dim:  # theirs truncates
+    if int(model.head_dim * share) < model.rotary_dim:  # transformers truncates
         return math.nextafter(share, 1.0)
     return share
 
@@ -174,7 +174,7 @@ def _yarn(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> RopeScaling:
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:
         attention_factor = temperature(1.0)
-        # DeepSeek's weights; one that is absent or 0 leaves both out.
+        # DeepSeek's weights; if either is absent or 0, neither is used.
         above, below = scaling.get("mscale"), scaling.get("mscale_all_dim")
         if above and below:
             attention_factor = temperature(above) / temperature(below)
@@ -194,7 +194,7 @@ def _original_max_positions(
     config: Mapping[str, Any], scaling: Mapping[str, Any]
 ) -> int:
     name = "original_max_position_embeddings"
-    # Beside the scaling it goes first, as in transformers.
+    # Outside of the scaling it takes precedence, as in transformers.
     originals = (config.get(name), scaling.get(name))
     original = next((original for original in originals if original is not None), None)
     if original is None:
@@ -203,9 +203,9 @@ def _original_max_positions(
 
 
 def _refuse_two_bases(config: Mapping[str, Any], *, base: float) -> None:
-    """InputError if a base in `rope_parameters` is lost to a `rope_scaling` beside it.
+    """Raises InputError if `rope_scaling` would hide another base in `rope_parameters`.
 
-    transformers computes with 10 000 then.
+    transformers then computes with a base of 10,000.
     """
     other = (config.get("rope_parameters") or {}).get("rope_theta")
     if other is not None and float(other) != base:

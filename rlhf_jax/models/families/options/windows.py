@@ -1,6 +1,6 @@
-"""Sliding windows in a Hugging Face config: which layers see only what is near.
+"""Sliding windows in a Hugging Face config: which layers are local.
 
-In every family a query at position q of a local layer sees the keys at k with
+In every family a query at position q of a local layer sees the keys at positions k with
 q - k < `sliding_window`: that many tokens, its own included (transformers 5,
 `masking_utils.sliding_window_overlay`).
 """
@@ -14,7 +14,7 @@ from typing import Any
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
 
-Local = Callable[[int], bool]  # of a layer, from 0, whether it is local
+Local = Callable[[int], bool]  # whether a layer, from 0, is local
 
 _LOCAL = {"sliding_attention": True, "full_attention": False}
 _NAMES = {local: name for name, local in _LOCAL.items()}
@@ -30,12 +30,13 @@ def from_hf(
     """The model with the windows of a config.json.
 
     Args:
-      config: whose `layer_types` say which layers are local, if it has any.
-      window: of local layers, in tokens; None where the config has switched it off.
+      config: its `layer_types`, if any, say which layers are local.
+      window: of local layers, in tokens; None if the config has switched it off.
       default: which layers are local in a config without `layer_types`.
 
     Raises:
-      InputError: a kind of layer that the decoder does not implement.
+      InputError: the decoder does not implement a kind of layer, or layers are local
+        and have no window.
     """
     types = config.get("layer_types")
     if types is None:
@@ -62,5 +63,5 @@ def from_hf(
 
 
 def layer_types(model: ModelConfig) -> list[str]:
-    """The option of that name."""
+    """The option `layer_types` of a model."""
     return [_NAMES[model.is_local(layer)] for layer in range(model.num_layers)]
