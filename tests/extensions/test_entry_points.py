@@ -1,4 +1,4 @@
-"""Parts of other packages: found by name, and a broken package is said to be one."""
+"""Extensions from other packages: found by name; broken packages are reported."""
 
 import collections.abc
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""--max-staleness: what it corrects by default, and what it refuses."""
+"""--max-staleness: its default correction, and refused input."""
 
 import pytest
 
