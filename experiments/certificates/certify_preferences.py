@@ -59,7 +59,7 @@ class Finding(NamedTuple):
     optimum: str  # the policy that training should reach, or what happens instead
     error: float  # of the gradient against the formula; NaN if gradients are sampled
     distance: float  # KL from π to the named policy, nats
-    from_best: float  # KL(π ‖ π*), nats
+    from_best: float  # KL(π ‖ π*), nats; NaN for Nash-MD, which has no π*
     biased: bool
     within: float = verdicts.NATS  # largest `distance` that holds, nats
 
@@ -271,7 +271,7 @@ def nash(world: World, options: Config, *, seed: int, job: run.Run) -> Finding:
         "exp(P(y beats π^mix)/τ)·π_ref",
         math.nan,
         enumerable.divergence(log_policy, fixed_point),
-        enumerable.divergence(world.log_ref, fixed_point),
+        math.nan,
         biased=False,
         within=NASH_NATS,
     )
@@ -334,7 +334,7 @@ def show(findings: list[Finding], *, seed: int) -> None:
                 finding.optimum,
                 "" if math.isnan(finding.error) else f"{finding.error:.0e}",
                 f"{finding.distance:.1e}",
-                f"{finding.from_best:.1e}",
+                "" if math.isnan(finding.from_best) else f"{finding.from_best:.1e}",
                 "holds" if finding.holds else "FAILS",
             )
             for finding in findings
