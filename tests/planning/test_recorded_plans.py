@@ -70,8 +70,8 @@ def test_what_the_readme_says_of_the_grid():
         return f"{min(found):.0%} to {max(found):.0%}"
 
     shared = {gpus: mfu(gpus, lambda _, context: context) for gpus in (False, True)}
-    assert f"TPUs have {shared[False]} MFU of the update" in README
-    assert f"GPUs {shared[True]} (`blockwise`)" in README
+    assert f"the update has {shared[False]} MFU on TPUs (splash attention)" in README
+    assert f"{shared[True]} on GPUs (`blockwise`)" in README
     assert f"cuDNN's kernel has {mfu(True, lambda name, _: name == 'cudnn')}" in README
 
 
@@ -123,7 +123,7 @@ def test_where_64_v5e_sample():
         programs = [one for one in result["programs"] if one["name"] == "sampling"]
         seconds.append(programs[0]["seconds"]["bound"])
     mesh = result["sampler"].removeprefix("Sampling on ").partition(":")[0]
-    text = "rollout takes {:.1f} s, bound by links, on the training mesh, {:.1f} s on"
+    text = "takes {:.1f} s on the training mesh, bound by links, and {:.1f} s on"
     assert f"{text.format(*seconds)} `{mesh}`, which is chosen." in README
 
 
