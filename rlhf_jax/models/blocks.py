@@ -97,18 +97,19 @@ class Norm(nn.Module):
     """
 
     model: ModelConfig
+    scaled: bool = True
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         model, size = self.model, x.shape[-1:]
         centred = model.norm == "layernorm"
         start = nn.initializers.zeros if model.norm_from_one else nn.initializers.ones
-        scale = self.param("scale", start, size, jnp.float32)
+        scale = self.param("scale", start, size, jnp.float32) if self.scaled else None
         bias = None
         if centred:
             bias = self.param("bias", nn.initializers.zeros, size, jnp.float32)
 
-        def normalised(x: Array, scale: Array, bias: Array | None) -> Array:
+        def normalised(x: Array, scale: Array | None, bias: Array | None) -> Array:
             # Explicit, as implicit rank promotion is an error in the tests.
             broadcast = (None,) * (x.ndim - 1)
             y = x.astype(jnp.float32)
@@ -119,8 +120,9 @@ class Norm(nn.Module):
             y = y * jax.lax.rsqrt(
                 jnp.square(y).mean(-1, keepdims=True) + model.norm_eps
             )
-            scale = scale.astype(jnp.float32)
-            y = y * (1 + scale if model.norm_from_one else scale)[broadcast]
+            if scale is not None:
+                scale = scale.astype(jnp.float32)
+                y = y * (1 + scale if model.norm_from_one else scale)[broadcast]
             if bias is not None:
                 y = y + bias.astype(jnp.float32)[broadcast]
             return y.astype(x.dtype)
@@ -129,9 +131,13 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped queries (Ainslie et al. 2023)."""
+    """Causal self-attention with grouped queries (Ainslie et al. 2023).
+
+    With `reads` the cache has keys and values of another layer, the new ones included.
+    """
 
     model: ModelConfig
+    reads: bool = False
 
     @nn.compact
     def __call__(
@@ -158,17 +164,28 @@ class Attention(nn.Module):
         # to.
         joint, read = model.joint_head_norm, columns_from(x, first, rows=rows)
         query = heads("query", read, model.num_heads, norm=joint)
-        key = heads("key", x, model.num_kv_heads, norm=joint)
-        value = heads("value", x, model.num_kv_heads)
+        key: Any = None
+        value: Any = None
+        if not self.reads:
+            key = heads("key", x, model.num_kv_heads, norm=joint)
+            value = (
+                key if model.keys_as_values else heads("value", x, model.num_kv_heads)
+            )
+            if model.value_norm:
+                value = Norm(model, scaled=False, name="value_norm")(value)
+        elif cache is not None:
+            key, value = cache
         if model.query_key_norm and not joint:
             query = Norm(model, name="query_norm")(query)
-            key = Norm(model, name="key_norm")(key)
+            key = key if self.reads else Norm(model, name="key_norm")(key)
         if rotary is not None:
             cos, sin = rotary
             query = rotate(query, (cos[:, :, first:], sin[:, :, first:]))
-            key = rotate(key, rotary)
+            key = key if self.reads else rotate(key, rotary)
         keys_values: Cached = key, value
-        if isinstance(mask, Pages):
+        if self.reads:
+            pass
+        elif isinstance(mask, Pages):
             assert cache is not None
             keys_values = append_to_pages(cache, (key, value), pages=mask)
         elif cache is not None:
@@ -257,6 +274,27 @@ class MLP(nn.Module):
         )(rematerialised(hidden, model=model)(up, gate))
 
 
+class PerLayer(nn.Module):
+    """output(act(gate x) · own), of what a layer has of its own of each token."""
+
+    model: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: Array, own: Array) -> Array:
+        activation = ACTIVATIONS[self.model.activation]
+
+        def hidden(gate: Array, own: Array) -> Array:
+            return activation(gate) * own
+
+        gate = Linear(own.shape[-1], False, name="gate")(x)
+        return Linear(
+            x.shape[-1],
+            False,
+            init_std=INIT_STD / math.sqrt(2 * self.model.num_layers),
+            name="output",
+        )(rematerialised(hidden, model=self.model)(gate, own))
+
+
 class Block(nn.Module):
     """x + attention(norm x), then x + mlp(norm x).
 
@@ -265,7 +303,9 @@ class Block(nn.Module):
     attention and MLP return is normed before it is added, and without `model.pre_norms`
     they read x as it is (OLMo 2, arXiv:2501.00656).
     `model.residual_scale` multiplies what is added.
-    A recurrent block has `recurrence`, a module, in place of attention.
+    A recurrent block has `recurrence`, a module, in place of attention. With
+    `model.per_layer_width` W g(x) is added last, of g(x) = act(gate x) · per_layer
+    (Gemma 3n), and with `model.layer_scale` a number multiplies all that is returned.
 
     Args of a call:
       x: [B, T, D], in the compute dtype.
@@ -277,6 +317,7 @@ class Block(nn.Module):
       cache: keys and values of the columns so far, with room for one more, or None when
         S = T.
       column: i32[] or i32[B], where in the cache the first new token stands.
+      per_layer: [B, T, P], of the new tokens (`decoder.per_layer_inputs`).
 
     Returns:
       [B, T - first, D], and the keys and values that were attended to: the cache with
@@ -285,6 +326,10 @@ class Block(nn.Module):
 
     model: ModelConfig
     recurrence: Callable[..., Any] | None = None
+    # The names of its modules, and whether attention reads another layer's cache.
+    attention: str = "attention"
+    mlp: str = "mlp"
+    reads: bool = False
 
     @nn.compact
     def __call__(
@@ -296,6 +341,7 @@ class Block(nn.Module):
         first: int = 0,
         cache: Kept | None = None,
         column: Array | int = 0,
+        per_layer: Array | None = None,
     ) -> tuple[Array, Kept]:
         model, (rows, columns, size) = self.model, x.shape
         x = x.reshape(-1, size)  # the tokens of all rows, as `Linear` wants them
@@ -320,7 +366,7 @@ class Block(nn.Module):
         else:
             assert mask is not None
             assert not isinstance(cache, DeltaState)
-            y, kept = Attention(model, name="attention")(
+            y, kept = Attention(model, self.reads, name=self.attention)(
                 before("attention_norm", x),
                 mask=mask,
                 rotary=rotary,
@@ -336,7 +382,7 @@ class Block(nn.Module):
         read = x if model.parallel_residual else attended
         between = before("mlp_norm", read)
         if model.experts is None:
-            z = MLP(model, name="mlp")(between)
+            z = MLP(model, name=self.mlp)(between)
         else:
             z = Mixture(
                 model,
@@ -346,6 +392,16 @@ class Block(nn.Module):
                 name="experts",
             )(between)
         x = attended + after("mlp_post_norm", z)
+        if per_layer is not None:
+            own = columns_from(
+                per_layer.reshape(-1, per_layer.shape[-1]), first, rows=rows
+            )
+            added = PerLayer(model, name="per_layer")(x, own)
+            x = x + Norm(model, name="per_layer_norm")(added)
+        if model.layer_scale:
+            scale = self.param("layer_scale", nn.initializers.ones, (1,), jnp.float32)
+            # A buffer of theirs, which no optimizer moves.
+            x = x * jax.lax.stop_gradient(scale).astype(x.dtype)[None]
         return x.reshape(rows, columns - first, size), kept
 
 
