@@ -317,7 +317,7 @@ class Block(nn.Module):
       cache: keys and values of the columns so far, with room for one more, or None when
         S = T.
       column: i32[] or i32[B], where in the cache the first new token stands.
-      per_layer: [B, T, P], of the new tokens (`decoder.per_layer_inputs`).
+      per_layer: [B, T, P], of the new tokens (`per_layer.inputs`).
 
     Returns:
       [B, T - first, D], and the keys and values that were attended to: the cache with

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from flax import traverse_util
 
-from rlhf_jax.models import axes, blocks, decoder, leaves
+from rlhf_jax.models import axes, blocks, decoder, leaves, per_layer
 from rlhf_jax.models.attention import KeyValue, Pages
 from rlhf_jax.models.caches import Caches, DeltaState, Kept, blank_state, near
 from rlhf_jax.models.config import ATTENTIONS, ModelConfig
@@ -126,7 +126,7 @@ def decode_step(
     if model.sliding_window is not None:
         local = angles(positions, model=model, local=True)
     x = decoder.embed(params, model=model, tokens=tokens, positions=positions)
-    per_layer = decoder.per_layer_inputs(params, x, model=model, tokens=tokens)
+    own_inputs = per_layer.inputs(params, x, model=model, tokens=tokens)
     updated: list[Kept] = []
     chosen = []
     given = Given(tokens=jnp.ones(tokens.shape, bool) if record else None)
@@ -155,7 +155,7 @@ def decode_step(
             cache=cache,
             # A cache of W places is a ring: a local layer has as many as its window.
             column=column % cache[0].shape[2],
-            per_layer=None if per_layer is None else per_layer[number],
+            per_layer=None if own_inputs is None else own_inputs[number],
         )
         updated.append(key_values if source is None else ())
         if routing is not None:
@@ -264,11 +264,11 @@ def prefill(
             return axes.rows_apart(x), {module: cache} if source is None else {}
 
         x = decoder.embed(params, model=model, tokens=own(tokens), positions=at)
-        per_layer = decoder.per_layer_inputs(params, x, model=model, tokens=own(tokens))
+        inputs = per_layer.inputs(params, x, model=model, tokens=own(tokens))
         x, chosen = axes.rows_apart(x), None
         if model.by_kind:
             stacks = [params["layers"], caches]
-            stacks += [] if per_layer is None else [{"per_layer": per_layer}]
+            stacks += [] if inputs is None else [{"per_layer": inputs}]
             x, caches = in_periods(of_kinds, x, stacks, model=model)
         else:
             x, (caches, chosen) = jax.lax.scan(

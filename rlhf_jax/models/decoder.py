@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from rlhf_jax.functional import unused_ids
 from rlhf_jax.functional.errors import refuse
-from rlhf_jax.models import axes, blocks, layers, layout, leaves
+from rlhf_jax.models import axes, blocks, layers, layout, leaves, per_layer
 from rlhf_jax.models.attention import AttentionMask, mask_of
 from rlhf_jax.models.axes import Cut
 from rlhf_jax.models.config import ModelConfig
@@ -79,8 +79,7 @@ def init(key: Array, *, model: ModelConfig) -> Params:
     }
     if model.positions == "learned":
         params["embed"]["positions"] = normal(position_key, model.max_positions)
-    if model.per_layer_width is not None:
-        params["embed"] |= _per_layer_tables(position_key, model=model)
+    params["embed"] |= per_layer.tables(position_key, model=model)
     if not model.tied_head:
         params["head"] = {"kernel": normal(head_key, model.padded_vocab_size)}
     return params
@@ -285,7 +284,7 @@ def _run(
         positions=positions,
         first_column=first_column if cut is None else 0,
         experts=given,
-        per_layer=per_layer_inputs(params, x, model=model, tokens=tokens),
+        per_layer=per_layer.inputs(params, x, model=model, tokens=tokens),
     )
     if routing is not None:
         chosen = jnp.moveaxis(routing.chosen, 0, 2)
@@ -351,51 +350,6 @@ def embed(
         within = jnp.minimum(positions, model.max_positions - 1)
         x = x + leaves.rows(embed["positions"], within).astype(model.dtype)
     return x
-
-
-def _per_layer_tables(key: Array, *, model: ModelConfig) -> Params:
-    """{"per_layer": [V', L·P], "per_layer_mix": {"kernel": [D, L·P], "scale": [P]}}."""
-    assert model.per_layer_width is not None
-    width = model.num_layers * model.per_layer_width
-    table, mix = (
-        blocks.INIT_STD * jax.random.normal(one, (size, width), jnp.float32)
-        for one, size in zip(
-            jax.random.split(key),
-            (model.padded_vocab_size, model.hidden_size),
-            strict=True,
-        )
-    )
-    scale = jnp.ones(model.per_layer_width, jnp.float32)
-    return {"per_layer": table, "per_layer_mix": {"kernel": mix, "scale": scale}}
-
-
-def per_layer_inputs(
-    params: Params, x: Array, *, model: ModelConfig, tokens: Array
-) -> Array | None:
-    """(norm(x W / sqrt(D)) + sqrt(P) e(tokens)) / sqrt(2), a part for every layer.
-
-    Args:
-      x: [B, T, D], of `embed`.
-      tokens: i32[B, T].
-
-    Returns:
-      [L, B, T, P] in `model.dtype`; None for a model without.
-
-    Source: Gemma 3n, as transformers' Gemma4TextModel computes it.
-    """
-    if model.per_layer_width is None:
-        return None
-    embed, width = params["embed"], model.per_layer_width
-    own = leaves.rows(embed["per_layer"], tokens).astype(model.dtype)
-    own = own * jnp.asarray(width**0.5, model.dtype)
-    mix = leaves.read(embed["per_layer_mix"])
-    rows = x.reshape(-1, x.shape[-1])
-    mixed = layout.product(rows, mix["kernel"].astype(x.dtype))
-    mixed = mixed * jnp.asarray(model.hidden_size**-0.5, x.dtype)
-    norm = {"params": {"scale": mix["scale"]}}
-    mixed: Any = blocks.Norm(model).apply(norm, mixed.reshape(len(rows), -1, width))
-    both = (mixed + own.reshape(mixed.shape)) * jnp.asarray(2**-0.5, x.dtype)
-    return jnp.moveaxis(both.reshape(*tokens.shape, -1, width), 2, 0)
 
 
 def final_norm(params: Params, x: Array, *, model: ModelConfig) -> Array:

@@ -61,7 +61,7 @@ def run(
       first_column: earlier columns are left out of the hidden states; with
         `model.unroll` the last layer does not compute them.
       experts: of a mixture, of the shape of x.
-      per_layer: [L, B, S, P], as `decoder.per_layer_inputs` has it.
+      per_layer: [L, B, S, P], as `per_layer.inputs` has it.
 
     Returns:
       [B, S - first_column, D] before the final norm, keys and values

@@ -527,6 +527,17 @@ def test_gemma_4_s_heads_are_read_by_layer_and_as_published():
     assert model_of(published).global_heads == GlobalHeads(512, 1, True)
 
 
+def test_layers_of_gemma_4_run_in_periods_before_and_after_the_last_own_keys():
+    names = ("gemma-4-e2b", "gemma-4-e4b", "gemma-4-31b")
+    assert [registry.KNOWN[name].parts for name in names] == [
+        ((0, 15, 5), (15, 20, 5)),
+        ((0, 24, 6), (24, 18, 6)),
+        ((0, 60, 6),),
+    ]
+    small = registry.KNOWN["gemma-4-e2b"]
+    assert [small.source(layer) for layer in (14, 15, 19, 34)] == [None, 13, 14, 14]
+
+
 def test_both_forms_of_olmo_3_s_rope_options_are_read():
     """A base of its own for local layers is what flat options cannot say."""
     nested = options_of("olmo3")
@@ -659,6 +670,7 @@ LISTED = "use a checkpoint without, of gpt2, gpt_neox, llama, mistral, phi3, qwe
             {"per_layer_config": {"0": {"head_dim": "16"}}},
             r"per_layer_config\.head_dim to be a whole number",
         ),
+        ("gemma4", {"per_layer_config": {"0": 16}}, "_config to be an object, got 16"),
         (
             "gemma4_e2b",
             {"vocab_size_per_layer_input": 96},

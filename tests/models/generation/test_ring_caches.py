@@ -20,7 +20,6 @@ FAMILIES = [
     "gemma2",
     "gemma3",
     "gemma4",
-    "gemma4_e2b",
     "mistral",
     "phi3",
     "qwen2",
