@@ -259,7 +259,9 @@ def in_periods(
     for first, count, period in model.parts:
         period = count if unroll else period
         shared = {}
-        for source in {model.source(n) for n in range(first, first + count)} - {None}:
+        for source in {model.source(n) for n in range(first, first + count)}:
+            if source is None:
+                continue
             module = model.mixer(source)
             at = model.layers_of(module).index(source)
             shared[model.is_local(source)] = jax.tree.map(

@@ -137,7 +137,7 @@ def filled(
         return jax.tree.map(put, pool, fresh)
 
     def of_layer(pools: Kept, prompt: Kept, layer: int) -> Kept:
-        if not prompt:
+        if not pools or not prompt:
             return ()
         if isinstance(pools, tuple) and isinstance(prompt, tuple):
             return one(pools[0], prompt[0], layer), one(pools[1], prompt[1], layer)

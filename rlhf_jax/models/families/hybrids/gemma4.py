@@ -124,10 +124,10 @@ def _global_heads(config: Mapping[str, Any], model: ModelConfig) -> GlobalHeads:
     if listed != expected or listed[-1].keys() != own.keys():
         raise InputError(
             "config.json: expected per_layer_config of one head_dim and one "
-            "num_key_value_heads for all layers of full_attention, got others; use "
-            "another checkpoint"
+            "num_key_value_heads in full_attention, got others; use another checkpoint"
         )
-    return GlobalHeads(*(listed[-1][name] for name in own), same)
+    head_dim, heads = listed[-1].values()
+    return GlobalHeads(head_dim, heads, same)
 
 
 def key_table(model: ModelConfig) -> keys.Table:
