@@ -12,6 +12,7 @@
 | MISTRAL | Mistral 7B Instruct v0.3 | tools and their results |
 | GEMMA2 | Gemma 2 it | |
 | GEMMA3 | Gemma 3 it | images |
+| GEMMA4 | Gemma 4 it without thinking, E2B and E4B | tools and calls, images, audio |
 | PHI3 | Phi 3 mini 4k instruct | |
 | OLMO2 | OLMo 2 7B SFT and Instruct | |
 | OLMO3 | Olmo 3 Instruct, `olmo` of open-instruct | declared functions and calls |
@@ -22,8 +23,8 @@ Each was compared with the published text on 2026-11-25: those of Qwen, Llama 3,
 and Phi with the copies in `trl/chat_templates` of github.com/huggingface/trl, commit
 f2cd577, those of Llama 2, Mistral and Zephyr with copies in other public repositories.
 Conversations of system, user, assistant and, but for Mistral, tool results came out as
-the same text, letter by letter. Those of OLMo 2, Olmo 3, SmolLM3, Granite and Qwen3.5
-are written after copies in other public repositories, on 2026-11-28.
+the same text, letter by letter. Those of OLMo 2, Olmo 3, SmolLM3, Granite, Gemma 4 and
+Qwen3.5 are written after copies in other public repositories, on 2026-11-28.
 """
 
 from typing import NamedTuple
@@ -344,6 +345,22 @@ GEMMA3 = Template(
     "<end_of_turn>",
     bos="<bos>",
 )
+GEMMA4 = Template(
+    """{{- bos_token -}}
+{%- for message in messages -%}
+    {%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}
+    {{- '<|turn>' + role + '\n' -}}
+    {{- message['content'] | trim -}}
+    {{- '<turn|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|turn>model\n' -}}
+{%- endif -%}
+""",
+    ("<bos>", "<eos>", "<|turn>", "<turn|>"),
+    "<turn|>",
+    bos="<bos>",
+)
 PHI3 = Template(
     "{% for message in messages %}{% if message['role'] == 'system' %}"
     "{{'<|system|>\n' + message['content'] + '<|end|>\n'}}"
@@ -425,6 +442,7 @@ GRANITE = Template(
 FAMILIES = {
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
+    "gemma4": GEMMA4,
     "gpt2": GPT2,
     "gpt_neox": GPT_NEOX,
     "granite": GRANITE,

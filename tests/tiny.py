@@ -91,6 +91,27 @@ HYBRID = dataclasses.replace(
     recurrent_layers=(True, True, False) * 2,
 )
 
+# Heads of their own in global layers, whose values are keys; embeddings of each layer;
+# the last two layers read keys and values of others.
+SHARED = dataclasses.replace(
+    LLAMA,
+    num_layers=6,
+    head_dim=6,
+    rope_theta=50.0,
+    rope_scaling=config.RopeScaling("proportional", 1.0, share=0.5),
+    rope_local_theta=20.0,
+    query_key_norm=True,
+    value_norm=True,
+    query_scale=1.0,
+    sliding_window=4,
+    local_layers=(True, False) * 3,
+    global_heads=config.GlobalHeads(8, 1, keys_as_values=True),
+    layer_scale=True,
+    shared_layers=2,
+    wide_shared_mlp=True,
+    per_layer_width=4,
+)
+
 
 def bfloat16(model: config.ModelConfig) -> config.ModelConfig:
     return dataclasses.replace(model, dtype="bfloat16")
@@ -108,7 +129,7 @@ def params(model: config.ModelConfig, seed: int = 0):
     rng = np.random.default_rng(seed)
 
     def draw(path, leaf):
-        centre = 1.0 if path[-1].key == "scale" else 0.0
+        centre = 1.0 if path[-1].key in ("scale", "layer_scale") else 0.0
         drawn = centre + 0.2 * rng.normal(size=leaf.shape)
         # `jnp.asarray` would compile a program for every shape.
         return jax.device_put(drawn.astype(np.float32))

@@ -38,6 +38,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
+from rlhf_jax.models.config import ATTENTIONS, MLPS
+
 Array = jax.Array
 Names = tuple[str | None, ...]
 
@@ -52,11 +54,17 @@ TENSOR_AXIS = "tensor"  # shares heads and widths
 VOCABULARY_AXIS = TENSOR_AXIS  # shares the tokens of a vocabulary
 
 _LINEAR = {  # of a layer: (input axis, output axis)
-    ("attention", "query"): ("embed", "heads"),
-    ("attention", "key"): ("embed", "kv_heads"),
-    ("attention", "value"): ("embed", "kv_heads"),
-    ("attention", "gate"): ("embed", "heads"),
-    ("attention", "output"): ("heads", "embed"),
+    **{
+        (module, name): axes
+        for module in ATTENTIONS
+        for name, axes in {
+            "query": ("embed", "heads"),
+            "key": ("embed", "kv_heads"),
+            "value": ("embed", "kv_heads"),
+            "gate": ("embed", "heads"),
+            "output": ("heads", "embed"),
+        }.items()
+    },
     **{
         ("delta_net", name): ("embed", "heads")
         for name in ("query", "key", "value", "gate")
@@ -64,9 +72,10 @@ _LINEAR = {  # of a layer: (input axis, output axis)
     # One number per head.
     **{("delta_net", name): ("embed", None) for name in ("beta", "decay")},
     ("delta_net", "output"): ("heads", "embed"),
-    ("mlp", "up"): ("embed", "mlp"),
-    ("mlp", "gate"): ("embed", "mlp"),
-    ("mlp", "down"): ("mlp", "embed"),
+    **{(module, name): ("embed", "mlp") for module in MLPS for name in ("up", "gate")},
+    **{(module, "down"): ("mlp", "embed") for module in MLPS},
+    ("per_layer", "gate"): ("embed", None),
+    ("per_layer", "output"): (None, "embed"),
 }
 _EXPERTS = {  # of one expert
     ("up", "kernel"): ("embed", "mlp"),
@@ -77,7 +86,8 @@ _EXPERTS = {  # of one expert
     ("down", "bias"): (None,),
 }
 _NORMS = (
-    *(("attention", "query_norm"), ("attention", "key_norm")),
+    *((module, f"{name}_norm") for module in ATTENTIONS for name in ("query", "key")),
+    ("per_layer_norm",),
     *(("attention_norm",), ("mlp_norm",)),
     *(("attention_post_norm",), ("mlp_post_norm",)),
 )
@@ -85,6 +95,10 @@ _NORMS = (
 PARAMETERS: dict[tuple[str, ...], Names] = {
     ("embed", "tokens"): ("vocab", "embed"),
     ("embed", "positions"): ("positions", "embed"),
+    ("embed", "per_layer"): ("vocab", "embed"),
+    ("per_layer_mix", "kernel"): ("embed", None),
+    ("per_layer_mix", "scale"): (None,),
+    ("layers", "layer_scale"): ("layers", None),
     **{(*path, "kernel"): ("layers", *names) for path, names in _LINEAR.items()},
     **{
         (*path, "bias"): ("layers", None if out == "embed" else out)

@@ -97,18 +97,19 @@ class Norm(nn.Module):
     """
 
     model: ModelConfig
+    scaled: bool = True
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         model, size = self.model, x.shape[-1:]
         centred = model.norm == "layernorm"
         start = nn.initializers.zeros if model.norm_from_one else nn.initializers.ones
-        scale = self.param("scale", start, size, jnp.float32)
+        scale = self.param("scale", start, size, jnp.float32) if self.scaled else None
         bias = None
         if centred:
             bias = self.param("bias", nn.initializers.zeros, size, jnp.float32)
 
-        def normalised(x: Array, scale: Array, bias: Array | None) -> Array:
+        def normalised(x: Array, scale: Array | None, bias: Array | None) -> Array:
             # Explicit, as implicit rank promotion is an error in the tests.
             broadcast = (None,) * (x.ndim - 1)
             y = x.astype(jnp.float32)
@@ -118,8 +119,9 @@ class Norm(nn.Module):
             y = y * jax.lax.rsqrt(
                 jnp.square(y).mean(-1, keepdims=True) + model.norm_eps
             )
-            scale = scale.astype(jnp.float32)
-            y = y * (1 + scale if model.norm_from_one else scale)[broadcast]
+            if scale is not None:
+                scale = scale.astype(jnp.float32)
+                y = y * (1 + scale if model.norm_from_one else scale)[broadcast]
             if bias is not None:
                 y = y + bias.astype(jnp.float32)[broadcast]
             return y.astype(x.dtype)
@@ -128,9 +130,13 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped queries (Ainslie et al. 2023)."""
+    """Causal self-attention with grouped queries (Ainslie et al. 2023).
+
+    With `reads` the cache has keys and values of another layer, the new ones included.
+    """
 
     model: ModelConfig
+    reads: bool = False
 
     @nn.compact
     def __call__(
@@ -157,17 +163,28 @@ class Attention(nn.Module):
         # values.
         joint, read = model.joint_head_norm, columns_from(x, first, rows=rows)
         query = heads("query", read, model.num_heads, norm=joint)
-        key = heads("key", x, model.num_kv_heads, norm=joint)
-        value = heads("value", x, model.num_kv_heads)
+        key: Any = None
+        value: Any = None
+        if not self.reads:
+            key = heads("key", x, model.num_kv_heads, norm=joint)
+            value = (
+                key if model.keys_as_values else heads("value", x, model.num_kv_heads)
+            )
+            if model.value_norm:
+                value = Norm(model, scaled=False, name="value_norm")(value)
+        elif cache is not None:
+            key, value = cache
         if model.query_key_norm and not joint:
             query = Norm(model, name="query_norm")(query)
-            key = Norm(model, name="key_norm")(key)
+            key = key if self.reads else Norm(model, name="key_norm")(key)
         if rotary is not None:
             cos, sin = rotary
             query = rotate(query, (cos[:, :, first:], sin[:, :, first:]))
-            key = rotate(key, rotary)
+            key = key if self.reads else rotate(key, rotary)
         keys_values: Cached = key, value
-        if isinstance(mask, Pages):
+        if self.reads:
+            pass
+        elif isinstance(mask, Pages):
             assert cache is not None
             keys_values = append_to_pages(cache, (key, value), pages=mask)
         elif cache is not None:
@@ -256,6 +273,27 @@ class MLP(nn.Module):
         )(rematerialised(hidden, model=model)(up, gate))
 
 
+class PerLayer(nn.Module):
+    """output(act(gate x) · own), of what a layer has of its own of each token."""
+
+    model: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: Array, own: Array) -> Array:
+        activation = ACTIVATIONS[self.model.activation]
+
+        def hidden(gate: Array, own: Array) -> Array:
+            return activation(gate) * own
+
+        gate = Linear(own.shape[-1], False, name="gate")(x)
+        return Linear(
+            x.shape[-1],
+            False,
+            init_std=INIT_STD / math.sqrt(2 * self.model.num_layers),
+            name="output",
+        )(rematerialised(hidden, model=self.model)(gate, own))
+
+
 class Block(nn.Module):
     """x + attention(norm x), then x + mlp(norm x).
 
@@ -263,7 +301,9 @@ class Block(nn.Module):
     (Wang & Komatsuzaki 2021, GPT-J). With `model.post_norms` the outputs of attention
     and MLP are normed before they are added, and without `model.pre_norms` their inputs
     are not normed (OLMo 2, arXiv:2501.00656). `model.residual_scale` multiplies what is
-    added. A recurrent block has the module `recurrence` in place of attention.
+    added. A recurrent block has the module `recurrence` in place of attention. With
+    `model.per_layer_width` W g(x) is added last, g(x) = act(gate x) · per_layer (Gemma
+    3n), and with `model.layer_scale` a scalar multiplies the output.
 
     Args of a call:
       x: [B, T, D], in the compute dtype.
@@ -275,6 +315,7 @@ class Block(nn.Module):
       cache: keys and values of the columns so far, with room for the new ones; None
         when S = T. For a recurrent block its state.
       column: i32[] or i32[B], the place of the first new token in the cache.
+      per_layer: [B, T, P], `per_layer.inputs` of the new tokens.
 
     Returns:
       [B, T - first, D], and the keys and values that were attended to: the cache with
@@ -284,6 +325,10 @@ class Block(nn.Module):
 
     model: ModelConfig
     recurrence: Callable[..., Any] | None = None
+    # The names of its modules, and whether attention reads another layer's cache.
+    attention: str = "attention"
+    mlp: str = "mlp"
+    reads: bool = False
 
     @nn.compact
     def __call__(
@@ -295,6 +340,7 @@ class Block(nn.Module):
         first: int = 0,
         cache: Kept | None = None,
         column: Array | int = 0,
+        per_layer: Array | None = None,
     ) -> tuple[Array, Kept]:
         model, (rows, columns, size) = self.model, x.shape
         x = x.reshape(-1, size)  # the tokens of all rows, as `Linear` wants them
@@ -319,7 +365,7 @@ class Block(nn.Module):
         else:
             assert mask is not None
             assert not isinstance(cache, DeltaState)
-            y, kept = Attention(model, name="attention")(
+            y, kept = Attention(model, self.reads, name=self.attention)(
                 before("attention_norm", x),
                 mask=mask,
                 rotary=rotary,
@@ -335,7 +381,7 @@ class Block(nn.Module):
         read = x if model.parallel_residual else attended
         between = before("mlp_norm", read)
         if model.experts is None:
-            z = MLP(model, name="mlp")(between)
+            z = MLP(model, name=self.mlp)(between)
         else:
             z = Mixture(
                 model,
@@ -345,6 +391,16 @@ class Block(nn.Module):
                 name="experts",
             )(between)
         x = attended + after("mlp_post_norm", z)
+        if per_layer is not None:
+            own = columns_from(
+                per_layer.reshape(-1, per_layer.shape[-1]), first, rows=rows
+            )
+            added = PerLayer(model, name="per_layer")(x, own)
+            x = x + Norm(model, name="per_layer_norm")(added)
+        if model.layer_scale:
+            scale = self.param("layer_scale", nn.initializers.ones, (1,), jnp.float32)
+            # A buffer of theirs, which no optimizer moves.
+            x = x * jax.lax.stop_gradient(scale).astype(x.dtype)[None]
         return x.reshape(rows, columns - first, size), kept
 
 

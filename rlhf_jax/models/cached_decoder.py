@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 from flax import traverse_util
 
-from rlhf_jax.models import axes, blocks, decoder, leaves
+from rlhf_jax.models import axes, blocks, decoder, leaves, per_layer
 from rlhf_jax.models.attention import KeyValue, Pages
 from rlhf_jax.models.caches import Caches, DeltaState, Kept, blank_state, near
-from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.config import ATTENTIONS, ModelConfig
 from rlhf_jax.models.experts import Given
 from rlhf_jax.models.layers import block_of, in_periods, unstack
 from rlhf_jax.models.positions import angles, positions_of, unless
@@ -48,6 +48,10 @@ def params_to_decode(params: Params, *, model: ModelConfig) -> Params:
     A GPU's compiler would convert it at every token.
     """
     table, name = ("embed", "tokens") if model.tied_head else ("head", "kernel")
+    mix = params["embed"].get("per_layer_mix")
+    if mix is not None and not leaves.is_stored(mix["kernel"]):
+        mix = {**mix, "kernel": mix["kernel"].astype(model.dtype)}
+        params = {**params, "embed": {**params["embed"], "per_layer_mix": mix}}
     head = params[table][name]
     if leaves.is_stored(head):
         return params
@@ -121,12 +125,13 @@ def decode_step(
     if model.sliding_window is not None:
         local = angles(positions, model=model, local=True)
     x = decoder.embed(params, model=model, tokens=tokens, positions=positions)
+    own_inputs = per_layer.inputs(params, x, model=model, tokens=tokens)
     updated: list[Kept] = []
     chosen = []
     recording = Given(tokens=jnp.ones(tokens.shape, bool) if record else None)
     for number, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
         if isinstance(cache, DeltaState):
-            output: Any = block_of(model, recurrent=True).apply(
+            output: Any = block_of(model, number).apply(
                 {"params": leaves.read(layer)},
                 x,
                 mask=attend.tokens,
@@ -136,10 +141,11 @@ def decode_step(
             x, state = output
             updated.append(state)
             continue
-        is_local = model.is_local(number)
+        is_local, source = model.is_local(number), model.source(number)
         rotary = local if is_local else far
+        cache: Any = cache if source is None else updated[source]
         (x, key_values), routing = blocks.apply(
-            blocks.Block(model),
+            block_of(model, number),
             leaves.read(layer),
             x,
             experts=recording,
@@ -148,8 +154,9 @@ def decode_step(
             cache=cache,
             # A cache of W places is a ring; a local layer has as many as its window.
             column=column % cache[0].shape[2],
+            per_layer=None if own_inputs is None else own_inputs[number],
         )
-        updated.append(key_values)
+        updated.append(key_values if source is None else ())
         if routing is not None:
             chosen.append(routing.chosen)
     hidden = decoder.final_norm(params, x, model=model)
@@ -172,7 +179,7 @@ def prefill(
 
     Returns:
       [B, D] after the final norm; keys and values [L, B, K, P, head_dim] each, in
-      `model.dtype`, or with recurrent layers the dictionary that `layers.run` returns;
+      `model.dtype`, or with `model.by_kind` the dictionary that `layers.run` returns;
       with `record` experts i32[B, P, L, k]. Values at padding have no meaning.
 
     Raises:
@@ -237,54 +244,65 @@ def prefill(
             return axes.rows_apart(x), (cache, chosen)
 
         def of_kinds(
-            x: Array, one: Sequence[Any], number: int
+            x: Array, one: Sequence[Any], number: int, shared: Any
         ) -> tuple[Array, dict[str, Any]]:
-            params, kept = one
-            if not model.is_recurrent(number):
-                no_positions = jnp.asarray(True) if model.is_unrotated(number) else None
-                flags = jnp.asarray(model.is_local(number)), no_positions
-                x, (cache, _) = layer(x, (params, kept["attention"], *flags))
-                return x, {"attention": cache}
-            x, state = block_of(model, recurrent=True).apply(
+            (params, kept, *more), module = one, model.mixer(number)
+            local, recurrent = model.is_local(number), model.is_recurrent(number)
+            sees, rotary = (near, narrow) if local else (visible, everything)
+            source: Any = shared.get(local)
+            output: Any = block_of(model, number).apply(
                 {"params": leaves.read(params)},
                 x,
-                mask=own(mask),
-                rotary=None,
-                cache=kept["delta_net"],
+                mask=own(mask) if recurrent else sees,
+                rotary=None if recurrent or model.is_unrotated(number) else rotary,
+                cache=kept[module] if source is None else source,
+                column=start,
+                per_layer=more[0]["per_layer"] if more else None,
             )
-            return axes.rows_apart(x), {"delta_net": state}
+            x, cache = output
+            return axes.rows_apart(x), {module: cache} if source is None else {}
 
         x = decoder.embed(params, model=model, tokens=own(tokens), positions=at)
+        inputs = per_layer.inputs(params, x, model=model, tokens=own(tokens))
         x, chosen = axes.rows_apart(x), None
-        if model.recurrent_layers:
-            stacks = params["layers"], caches
-            x, caches = in_periods(
-                of_kinds, x, stacks, model=model, period=model.period
-            )
+        if model.by_kind:
+            stacks = [params["layers"], caches]
+            stacks += [] if inputs is None else [{"per_layer": inputs}]
+            x, caches = in_periods(of_kinds, x, stacks, model=model)
         else:
             x, (caches, chosen) = jax.lax.scan(
                 layer, x, (params["layers"], caches, local_layers, unrotated)
             )
         return caches, (x[:, -1], chosen)
 
-    of_attention = len(model.layers_of("attention"))
-    shape = (of_attention, rows, model.num_kv_heads, columns, model.head_dim)
-    empty: Any = jnp.zeros(shape, model.dtype), jnp.zeros(shape, model.dtype)
+    def zeros(layers: Sequence[int]) -> KeyValue:
+        own = model.at(layers[0])
+        shape = (len(layers), rows, own.num_kv_heads, columns, own.head_dim)
+        return jnp.zeros(shape, model.dtype), jnp.zeros(shape, model.dtype)
+
+    empty: Any = {
+        name: zeros(layers)
+        for name in ATTENTIONS
+        if (layers := model.layers_of(name)) and model.source(layers[0]) is None
+    }
     if model.recurrent_layers:
         states = [blank_state(model, rows=rows)] * len(model.layers_of("delta_net"))
-        empty = {
-            "attention": empty,
-            "delta_net": jax.tree.map(lambda *parts: jnp.stack(parts), *states),
-        }
+        empty["delta_net"] = jax.tree.map(lambda *parts: jnp.stack(parts), *states)
+    if not model.by_kind:
+        empty = empty["attention"]
     starts = jnp.arange(0, columns, chunk, dtype=jnp.int32)
     # One chunk after another: each attends to the cache of those before.
     caches, (last, chosen) = jax.lax.scan(run, empty, starts)
     hidden = decoder.final_norm(params, last[-1][:, None], model=model)[:, 0]
     # Drops the added padding: caches hold P columns, as after a whole pass.
-    key, value = caches["attention"] if model.recurrent_layers else caches
+    if model.by_kind:
+        kept = {
+            name: one if name == "delta_net" else tuple(x[:, :, :, room:] for x in one)
+            for name, one in caches.items()
+        }
+        return hidden, kept, None
+    key, value = caches
     key_values = key[:, :, :, room:], value[:, :, :, room:]
-    if model.recurrent_layers:
-        return hidden, caches | {"attention": key_values}, None
     if chosen is not None:  # [chunks, L, B, N, k]
         chosen = jnp.moveaxis(chosen, (2, 0, 3, 1), (0, 1, 2, 3))
         chosen = chosen.reshape(rows, columns, *chosen.shape[3:])[:, room:]

@@ -153,7 +153,7 @@ def append(cache: Cached, new: KeyValue, *, column: Array | int) -> Cached:
     return key, value
 
 
-Kept = Cached | DeltaState  # the cache of one layer
+Kept = Cached | DeltaState | tuple[()]  # of one layer; () if it reads another's
 Caches = tuple[Kept, ...]  # of all layers; keys and values are [B, K, W, head_dim]
 FIRST_WIDTH = 128  # columns of the first cache
 
@@ -191,7 +191,7 @@ def placed(
     """
     windows: list[Kept] = []
     for layer, kept in enumerate(caches):
-        if isinstance(kept, DeltaState):  # has no columns
+        if isinstance(kept, DeltaState) or not kept:  # has no columns
             windows.append(kept)
             continue
         key, value = kept
@@ -225,7 +225,7 @@ def widened(caches: Caches, *, model: ModelConfig, columns: int) -> Caches:
     """The caches with more places; no place may have been used twice."""
     windows: list[Kept] = []
     for layer, kept in enumerate(caches):
-        if isinstance(kept, DeltaState):
+        if isinstance(kept, DeltaState) or not kept:
             windows.append(kept)
             continue
         key, value = kept

@@ -7,8 +7,9 @@ A family (GPT-2, Llama, Gemma 2, ...) is a mapping from its Hugging Face config 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from rlhf_jax.functional import checks, unused_ids
 from rlhf_jax.functional.checks import InputError
@@ -29,6 +30,11 @@ int8 or on the host, `none` means `full`.
 Cache = Literal["same", "int8"]
 """How decoding keeps keys and values: in the compute dtype, or in int8 with a scale for
 each vector of a head (`caches.py`)."""
+
+# Modules of a block that not every layer has.
+ATTENTIONS = ("attention", "global_attention")
+ATTENTIONS += tuple(f"shared_{name}" for name in ATTENTIONS)
+MIXERS, MLPS = (*ATTENTIONS, "delta_net"), ("mlp", "shared_mlp")
 
 PAGE_SIZE = 64  # default columns of a page of keys and values
 Attention = Literal["auto", "xla", "blockwise", "splash", "cudnn", "ring"]
@@ -51,9 +57,11 @@ class RopeScaling:
     divides frequencies that turn less than `beta_slow` times in the original context,
     keeps those that turn more than `beta_fast` times, blends in between, and multiplies
     queries and keys by `attention_factor` (Peng et al. 2023, arXiv:2309.00071).
+    `proportional` divides as `linear` does, and sets all frequencies beyond the first
+    `share` of them to 0 (Gemma 4).
     """
 
-    kind: Literal["linear", "llama3", "yarn"]
+    kind: Literal["linear", "llama3", "yarn", "proportional"]
     factor: float  # dimensionless, >= 1
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -62,6 +70,7 @@ class RopeScaling:
     beta_slow: float = 1.0  # turns
     truncate: bool = True  # yarn's blend begins and ends at whole dimensions
     attention_factor: float = 1.0  # yarn only, dimensionless
+    share: float = 1.0  # proportional only: share of the dimensions that rotate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +90,15 @@ class DeltaNet:
                 f"expected num_key_heads to divide num_value_heads, got "
                 f"{self.num_key_heads} and {self.num_value_heads}; change either"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class GlobalHeads:
+    """The heads of layers without a window, where local layers have others."""
+
+    head_dim: int
+    num_kv_heads: int
+    keys_as_values: bool = False  # values are the projected keys, before their norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +159,16 @@ class ModelConfig:
     rope_local_theta: float | None = None  # local layers' θ, unscaled; None: as global
     unrotated_layers: tuple[bool, ...] = ()  # [L], True: without positions; () is none
     output_gate: bool = False  # attention(x) · sigmoid(gate x) (Qwen 3.5)
+    global_heads: GlobalHeads | None = None  # None: the same heads in all layers
+    keys_as_values: bool = False  # values are the keys: there is no value projection
+    value_norm: bool = False  # values are divided by their RMS, without a scale
+    layer_scale: bool = False  # a scalar without gradient multiplies a layer's output
+    # The last layers have no keys and values. Each reads those of the last layer before
+    # them that is, as it is, local or global.
+    shared_layers: int = 0
+    wide_shared_mlp: bool = False  # the MLP of shared layers is 2 F wide
+    # P, the width of the token embedding that every layer has (Gemma 3n); None: none.
+    per_layer_width: int | None = None
     delta_net: DeltaNet | None = None  # the shape of the recurrent layers
     recurrent_layers: tuple[bool, ...] = ()  # [L], True: no attention; () is none
     query_scale: float | None = None  # multiplies q·k; None is 1 / sqrt(head_dim)
@@ -191,6 +219,7 @@ class ModelConfig:
             "prefill_chunk": self.prefill_chunk,
             "cache_pages": self.cache_pages,
             "page_size": self.page_size,
+            "per_layer_width": self.per_layer_width,
         }
         checks.positive(**{k: v for k, v in optional.items() if v is not None})
         checks.one_of(attention=self.attention, among=get_args(Attention))
@@ -222,6 +251,16 @@ class ModelConfig:
                 f"expected num_kv_heads to divide num_heads, got "
                 f"{self.num_kv_heads} and {self.num_heads}; change either"
             )
+        heads = self.global_heads
+        if heads is not None and (
+            min(dataclasses.astuple(heads)[:2]) < 1
+            or self.num_heads % heads.num_kv_heads
+            or heads.head_dim % 2
+        ):
+            yield (
+                f"expected global_heads of an even head_dim and num_kv_heads that "
+                f"divide num_heads = {self.num_heads}, got {heads}; change either"
+            )
         rotated = self.head_dim if self.rotary_dim is None else self.rotary_dim
         if (self.positions == "rope" or self.rotary_dim is not None) and (
             rotated % 2 or not 0 < rotated <= self.head_dim
@@ -237,6 +276,22 @@ class ModelConfig:
             yield (
                 "expected experts or recurrent_layers, as routing is not recorded "
                 "beside recurrent layers, got both; leave either out"
+            )
+        if self.experts is not None and self.by_kind:
+            yield (
+                "expected experts or layers of several kinds of attention "
+                "(global_heads, shared_layers), got both; leave either out"
+            )
+        first = self.num_layers - self.shared_layers
+        own, all_ = (
+            {self.is_local(layer) for layer in range(stop)}
+            for stop in (first, self.num_layers)
+        )
+        if self.shared_layers and (own != all_ or self.recurrent_layers):
+            yield (
+                f"expected before {self.shared_layers} shared_layers a layer with "
+                f"attention of every kind that they are of, local or global, got none "
+                f"of one in {max(first, 0)} layers; lower shared_layers"
             )
         if self.joint_head_norm and not self.query_key_norm:
             yield (
@@ -302,23 +357,86 @@ class ModelConfig:
         """Whether a layer, from 0, has a DeltaNet in place of attention."""
         return bool(self.recurrent_layers) and self.recurrent_layers[layer]
 
-    def layers_of(self, module: str) -> tuple[int, ...]:
-        """The layers, from 0, that have a module of a block, and so its parameters."""
-        has = {
-            "attention": lambda layer: not self.is_recurrent(layer),
-            "delta_net": self.is_recurrent,
-        }.get(module, lambda layer: True)
-        return tuple(filter(has, range(self.num_layers)))
+    def source(self, layer: int) -> int | None:
+        """The layer whose keys and values this one reads; None: it has its own."""
+        first = self.num_layers - self.shared_layers
+        if layer < first:
+            return None
+        local = self.is_local(layer)
+        return next(n for n in reversed(range(first)) if self.is_local(n) == local)
+
+    def mixer(self, layer: int) -> str:
+        """The name of a layer's attention or recurrence."""
+        if self.is_recurrent(layer):
+            return "delta_net"
+        own = self.global_heads is None or self.is_local(layer)
+        name = "attention" if own else "global_attention"
+        return name if self.source(layer) is None else f"shared_{name}"
+
+    def mlp(self, layer: int) -> str:
+        """The name of a layer's MLP."""
+        return "mlp" if self.source(layer) is None else "shared_mlp"
+
+    def at(self, layer: int) -> ModelConfig:
+        """The model with the heads and the MLP of one layer."""
+        changed: dict[str, Any] = {}
+        if self.global_heads is not None:
+            of_all = {} if self.is_local(layer) else vars(self.global_heads)
+            changed = {**of_all, "global_heads": None}
+        if self.wide_shared_mlp and self.source(layer) is not None:
+            changed["intermediate_size"] = 2 * self.intermediate_size
+        return dataclasses.replace(self, **changed) if changed else self
+
+    def kind(self, layer: int) -> tuple[str, bool, bool]:
+        """What distinguishes a layer, from 0: (mixer, local, unrotated)."""
+        return self.mixer(layer), self.is_local(layer), self.is_unrotated(layer)
 
     @property
-    def period(self) -> int:
-        """Smallest divisor of L after which the sequence of layer kinds repeats."""
-        kinds = [
-            (self.is_recurrent(layer), self.is_local(layer), self.is_unrotated(layer))
-            for layer in range(self.num_layers)
-        ]
-        sizes = range(1, self.num_layers + 1)
-        return next(n for n in sizes if kinds == kinds[:n] * (self.num_layers // n))
+    def by_kind(self) -> bool:
+        """Whether layers differ in their modules, which are then stacked by name."""
+        other = self.global_heads is not None or self.shared_layers > 0
+        return other or bool(self.recurrent_layers)
+
+    def layers_of(self, module: str) -> tuple[int, ...]:
+        """The layers, from 0, that have a module of a block, and so its parameters."""
+        layers = range(self.num_layers)
+        if module not in (*MIXERS, *MLPS):
+            return tuple(layers)
+        return tuple(n for n in layers if module in (self.mixer(n), self.mlp(n)))
+
+    @property
+    def head_dims(self) -> tuple[int, ...]:
+        """The dimensions of a head, of every kind of layer."""
+        heads = self.global_heads
+        return (self.head_dim,) if heads is None else (self.head_dim, heads.head_dim)
+
+    @property
+    def common_kv_heads(self) -> int:
+        """The largest number that divides the key and value heads of every layer."""
+        heads = self.global_heads
+        own = self.num_kv_heads
+        return own if heads is None else math.gcd(own, heads.num_kv_heads)
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers, from 0, with attention of any kind."""
+        return tuple(n for n in range(self.num_layers) if not self.is_recurrent(n))
+
+    @property
+    def parts(self) -> tuple[tuple[int, int, int], ...]:
+        """(first, count, period) of the layers with own keys, then of shared layers.
+
+        The period is the smallest divisor of the count after which the kinds repeat.
+        """
+
+        def period(layers: range) -> int:
+            kinds = [*map(self.kind, layers)]
+            sizes = range(1, len(layers) + 1)
+            return next(n for n in sizes if kinds == kinds[:n] * (len(layers) // n))
+
+        first = self.num_layers - self.shared_layers
+        parts = [range(first), range(first, self.num_layers)]
+        return tuple((p.start, len(p), period(p)) for p in parts if p)
 
     @property
     def num_tokens(self) -> int:

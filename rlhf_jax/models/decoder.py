@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from rlhf_jax.functional import unused_ids
 from rlhf_jax.functional.errors import refuse
-from rlhf_jax.models import axes, blocks, layers, layout, leaves
+from rlhf_jax.models import axes, blocks, layers, layout, leaves, per_layer
 from rlhf_jax.models.attention import AttentionMask, mask_of
 from rlhf_jax.models.axes import Cut
 from rlhf_jax.models.config import ModelConfig
@@ -53,14 +53,21 @@ def init(key: Array, *, model: ModelConfig) -> Params:
         return blocks.INIT_STD * jax.random.normal(key, shape, jnp.float32)
 
     def layer(key: Array, number: int = 0) -> Params:
-        block = layers.block_of(plain, recurrent=model.is_recurrent(number))
+        block = layers.block_of(plain, number)
         mask = AttentionMask(segments=jnp.ones((1, 1), jnp.int32))
-        rotary = angles(jnp.zeros((1, 1), jnp.int32), model=model)
-        return block.init(key, x, mask=mask, rotary=rotary)["params"]
+        rotary = angles(jnp.zeros((1, 1), jnp.int32), model=block.model)
+        others: dict[str, Any] = {}
+        if model.per_layer_width is not None:
+            others["per_layer"] = jnp.zeros((1, 1, model.per_layer_width), jnp.float32)
+        if block.reads:
+            own = block.model
+            kept = jnp.zeros((1, own.num_kv_heads, 1, own.head_dim), jnp.float32)
+            others["cache"] = kept, kept
+        return block.init(key, x, mask=mask, rotary=rotary, **others)["params"]
 
     def all_layers() -> Params:
         keys = jax.random.split(layer_key, model.num_layers)
-        if not model.recurrent_layers:
+        if not model.by_kind:
             return jax.vmap(layer)(keys)
         return layers.stacked([layer(key, n) for n, key in enumerate(keys)])
 
@@ -72,6 +79,7 @@ def init(key: Array, *, model: ModelConfig) -> Params:
     }
     if model.positions == "learned":
         params["embed"]["positions"] = normal(position_key, model.max_positions)
+    params["embed"] |= per_layer.tables(position_key, model=model)
     if not model.tied_head:
         params["head"] = {"kernel": normal(head_key, model.padded_vocab_size)}
     return params
@@ -87,9 +95,10 @@ def shapes(model: ModelConfig) -> Params:
 
 def num_parameters(model: ModelConfig) -> int:
     """Number of parameters with the true vocabulary; allocates no arrays."""
-    padding = (model.padded_vocab_size - model.vocab_size) * model.hidden_size
     copies = 1 if model.tied_head else 2
-    return sum(leaf.size for leaf in jax.tree.leaves(shapes(model))) - copies * padding
+    width = copies * model.hidden_size + model.num_layers * (model.per_layer_width or 0)
+    padding = (model.padded_vocab_size - model.vocab_size) * width
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes(model))) - padding
 
 
 def hidden_states(
@@ -273,6 +282,7 @@ def _run(
         positions=positions,
         first_column=first_column if cut is None else 0,
         experts=routed,
+        per_layer=per_layer.inputs(params, x, model=model, tokens=tokens),
     )
     if routing is not None:
         chosen = jnp.moveaxis(routing.chosen, 0, 2)

@@ -51,6 +51,7 @@ def run(
     positions: Array,
     first_column: int = 0,
     experts: Given = NOTHING,
+    per_layer: Array | None = None,
 ) -> tuple[Array, Any, Routing | None]:
     """Runs all layers, one after another.
 
@@ -61,13 +62,14 @@ def run(
       first_column: earlier columns are left out of the hidden states; with
         `model.unroll` the last layer does not compute them.
       experts: for a mixture, which experts to replay or record; of the tokens of x.
+      per_layer: [L, B, S, P], from `per_layer.inputs`.
 
     Returns:
       [B, S - first_column, D] before the final norm; keys and values of all columns,
       [L, B, K, S, head_dim] each; and, if `experts` asks for it, the `Routing` of B x S
-      tokens, which records nothing for columns that were not computed. With recurrent
-      layers the second is {"attention": keys and values, "delta_net": states},
-      [n, B, ...] each.
+      tokens, which records nothing for columns that were not computed. With
+      `model.by_kind` the second is {"attention": keys and values, "delta_net": states},
+      [n, B, ...] each, of the layers that keep their own.
     """
     # Tables once for all layers, and not in every turn of the scan.
     everything = mask, angles(positions, model=model)
@@ -87,21 +89,23 @@ def run(
         # Only a loop keeps the two forward passes apart by itself.
         return jax.checkpoint(run, policy=POLICIES[remat], prevent_cse=model.unroll)
 
-    if model.recurrent_layers:
+    if model.by_kind:
 
-        def of_kinds(x: Array, layer: Sequence[Params], number: int) -> tuple[Any, Any]:
+        def of_kinds(
+            x: Array, layer: Sequence[Params], number: int, shared: Any
+        ) -> tuple[Any, Any]:
             sight = window if model.is_local(number) else everything
             if model.is_unrotated(number):
                 sight = sight[0], None
-            recurrent = model.is_recurrent(number)
-            own = functools.partial(
-                _layer, model=model, sight=sight, recurrent=recurrent
-            )
-            x, (kept, _) = rematerialised(own)(x, layer[0], NOTHING)
-            return x, {"delta_net" if recurrent else "attention": kept}
+            own = functools.partial(_layer, model=model, sight=sight, number=number)
+            more = [one["per_layer"] for one in layer[1:]] or [None]
+            cache = shared.get(model.is_local(number))
+            x, (kept, _) = rematerialised(own)(x, layer[0], NOTHING, *more, cache)
+            return x, {model.mixer(number): kept} if cache is None else {}
 
-        period = model.num_layers if model.unroll and not stored else model.period
-        x, kept = in_periods(of_kinds, x, [layers], model=model, period=period)
+        stacks = [layers] if per_layer is None else [layers, {"per_layer": per_layer}]
+        unroll = model.unroll and not stored
+        x, kept = in_periods(of_kinds, x, stacks, model=model, unroll=unroll)
         return x[:, first_column:], kept, None
 
     if model.unroll and not stored:
@@ -191,30 +195,41 @@ def _layer(
     x: Array,
     params: Params,
     experts: Given,
+    per_layer: Array | None = None,
+    cache: Any = None,
     *,
     model: ModelConfig,
     sight: Sight,
     first: int = 0,
-    recurrent: bool = False,
+    number: int = 0,
 ) -> tuple[Any, Any]:
     mask, rotary = sight
     (y, kept), routing = blocks.apply(
-        block_of(model, recurrent=recurrent),
+        block_of(model, number),
         leaves.read(params),
         x,
         experts=experts,
         first=first,
         mask=mask,
         rotary=rotary,
+        cache=cache,
+        per_layer=per_layer,
     )
     y = axes.rows_apart(y) if mask.cut is None else mask.cut.apart(y)
     return y, (kept, routing)
 
 
-def block_of(model: ModelConfig, *, recurrent: bool) -> blocks.Block:
-    """The block of a layer, with attention or a DeltaNet."""
-    if not recurrent:
+def block_of(model: ModelConfig, layer: int) -> blocks.Block:
+    """The block of a layer, from 0; of any where all are of one kind."""
+    if not model.by_kind:
         return blocks.Block(model)
+    if not model.is_recurrent(layer):
+        return blocks.Block(
+            model.at(layer),
+            attention=model.mixer(layer),
+            mlp=model.mlp(layer),
+            reads=model.source(layer) is not None,
+        )
     # Imported only for models that have it.
     from rlhf_jax.models.delta_net import GatedDeltaNet
 
@@ -222,44 +237,88 @@ def block_of(model: ModelConfig, *, recurrent: bool) -> blocks.Block:
 
 
 def in_periods(
-    one: Callable[[Array, Sequence[Any], int], tuple[Array, Any]],
+    one: Callable[[Array, Sequence[Any], int, Any], tuple[Array, Any]],
     x: Array,
     stacks: Sequence[Params],
     *,
     model: ModelConfig,
-    period: int,
+    unroll: bool = False,
 ) -> tuple[Array, Any]:
     """Runs x through all layers, one period of them per turn of a scan.
 
     Args:
-      one: (x, the layer's part of each stack, its number in the period) to x and
+      one: (x, the layer's part of each stack, the number of a layer of its kind,
+        {whether local: keys and values to read}, empty but for shared layers) to x and
         {module: output to keep}.
       stacks: each is {module: leaves stacked over the layers that have it}.
-      period: a multiple of `model.period`.
+      unroll: runs layers one by one.
 
     Returns:
       x, and {module: outputs, stacked over the layers that have it}.
     """
-    turns = model.num_layers // period
+    all_kept: dict[str, Any] = {}
+    for first, count, period in model.parts:
+        period = count if unroll else period
+        shared = {}
+        for source in {model.source(n) for n in range(first, first + count)}:
+            if source is None:
+                continue
+            module = model.mixer(source)
+            at = model.layers_of(module).index(source)
+            shared[model.is_local(source)] = jax.tree.map(
+                lambda leaf, at=at: leaf[at], all_kept[module]
+            )
 
-    def turn(x: Array, stacks: Sequence[Params]) -> tuple[Array, Any]:
-        kept = []
-        layers = zip(
-            *(unstack(stack, model=model, layers=period) for stack in stacks),
-            strict=True,
-        )
-        for number, layer in enumerate(layers):
-            x, of_layer = one(x, layer, number)
-            kept.append(of_layer)
-        return x, stacked(kept)
+        def turn(
+            x: Array,
+            stacks: Sequence[Params],
+            first: int = first,
+            period: int = period,
+            shared: Any = shared,
+        ) -> tuple[Array, Any]:
+            kept = []
+            layers = zip(
+                *(
+                    unstack(stack, model=model, first=first, layers=period)
+                    for stack in stacks
+                ),
+                strict=True,
+            )
+            for number, layer in enumerate(layers, first):
+                x, of_layer = one(x, layer, number, shared)
+                kept.append(of_layer)
+            return x, stacked(kept)
 
-    if turns == 1:
-        return turn(x, stacks)
-    apart = jax.tree.map(
-        lambda leaf: leaf.reshape(turns, -1, *leaf.shape[1:]), list(stacks)
-    )
-    x, kept = jax.lax.scan(turn, x, apart)
-    return x, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), kept)
+        own = [
+            part_of(stack, model=model, first=first, count=count) for stack in stacks
+        ]
+        if count == period:
+            x, kept = turn(x, own)
+        else:
+            apart = jax.tree.map(
+                lambda leaf, turns=count // period: leaf.reshape(
+                    turns, -1, *leaf.shape[1:]
+                ),
+                own,
+            )
+            x, kept = jax.lax.scan(turn, x, apart)
+            kept = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), kept)
+        all_kept |= kept
+    return x, all_kept
+
+
+def part_of(stack: Params, *, model: ModelConfig, first: int, count: int) -> Params:
+    """A stack of the layers of one of `model.parts` alone."""
+    parts = {}
+    for module, tree in stack.items():
+        places = [first <= n < first + count for n in model.layers_of(module)]
+        if any(places):
+            at = slice(places.index(True), places.index(True) + sum(places))
+            whole = all(places)
+            parts[module] = (
+                tree if whole else jax.tree.map(lambda leaf, at=at: leaf[at], tree)
+            )
+    return parts
 
 
 def stacked(layers: Sequence[Params]) -> Params:
@@ -275,24 +334,26 @@ def stacked(layers: Sequence[Params]) -> Params:
 
 
 def unstack(
-    tree: Any, *, model: ModelConfig, layers: int | None = None
+    tree: Any, *, model: ModelConfig, first: int = 0, layers: int | None = None
 ) -> tuple[Any, ...]:
     """Takes stacked layers (or caches) apart, once, before a decode loop.
 
     Args:
-      layers: how many layers the tree has, a multiple of `model.period`; None is all.
+      first: the first layer of the tree.
+      layers: how many layers the tree has, a multiple of its period; None is all.
     """
     count = model.num_layers if layers is None else layers
-    if not model.recurrent_layers:
+    if not model.by_kind:
         return _split(tree, count)
+    own = range(first, first + count)
     parts = {
         module: dict(zip(numbers, _split(tree[module], len(numbers)), strict=True))
         for module in tree
-        if (numbers := [n for n in model.layers_of(module) if n < count])
+        if (numbers := [n for n in model.layers_of(module) if n in own])
     }
     return tuple(
         {module: part[number] for module, part in parts.items() if number in part}
-        for number in range(count)
+        for number in own
     )
 
 

@@ -107,10 +107,13 @@ def obstacle_to(engine: Attention, model: ModelConfig) -> str | None:
             return "has no attention sinks"
         if model.dtype != "bfloat16":
             return f"computes in bfloat16, and the model in {model.dtype}"
-        if model.head_dim % 8 or model.head_dim > CUDNN_HEAD_DIM:
-            return f"has no kernel for heads of {model.head_dim} numbers"
-    if engine == "splash" and model.head_dim % SPLASH_HEAD_DIM:
-        return f"has no kernel for heads of {model.head_dim} numbers"
+        for head_dim in model.head_dims:
+            if head_dim % 8 or head_dim > CUDNN_HEAD_DIM:
+                return f"has no kernel for heads of {head_dim} numbers"
+    if engine == "splash":
+        for head_dim in model.head_dims:
+            if head_dim % SPLASH_HEAD_DIM:
+                return f"has no kernel for heads of {head_dim} numbers"
     return None
 
 

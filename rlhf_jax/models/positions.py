@@ -90,7 +90,10 @@ def rotary_table(
     theta, scaling = model.rope_theta, model.rope_scaling
     if local and model.rope_local_theta is not None:
         theta, scaling = model.rope_local_theta, None
-    half = (model.head_dim if model.rotary_dim is None else model.rotary_dim) // 2
+    head_dim = model.head_dim
+    if model.global_heads is not None and not local:
+        head_dim = model.global_heads.head_dim
+    half = (head_dim if model.rotary_dim is None else model.rotary_dim) // 2
     exponent = jnp.arange(half, dtype=jnp.float32) / half
     frequency, factor = theta**-exponent, 1.0
     if scaling is not None:
@@ -113,6 +116,10 @@ def _stretch(frequency: Array, *, scaling: RopeScaling, theta: float) -> Array:
     match scaling.kind:
         case "linear":
             return frequency / scaling.factor
+        case "proportional":
+            half = frequency.shape[0]
+            turns = jnp.arange(half, dtype=jnp.int32) < int(scaling.share * half)
+            return jnp.where(turns, frequency / scaling.factor, 0.0)
         case "llama3":
             turns = scaling.original_max_positions * frequency / (2 * math.pi)
             unscaled = (turns - scaling.low_freq_factor) / (

@@ -114,7 +114,7 @@ def cache_devices(model: ModelConfig, mesh: MeshShape) -> int:
 
 def heads_devices(model: ModelConfig, mesh: MeshShape) -> int:
     """Devices of `tensor` that share the key and value heads of a row."""
-    return math.gcd(mesh.tensor, model.num_kv_heads)
+    return math.gcd(mesh.tensor, model.common_kv_heads)
 
 
 def matrix_numbers(model: ModelConfig, *, rows: int) -> int:

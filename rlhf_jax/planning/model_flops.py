@@ -53,21 +53,21 @@ def forward(
       head: whether the tokens of responses are predicted.
       group_size: texts that share a prompt, which is run once for all of them.
     """
-    size, width = model.hidden_size, model.num_heads * model.head_dim
-    projections = 2 * size * (width + model.num_kv_heads * model.head_dim)
-    projections += size * width if model.output_gate else 0
-    attention = model.layers_of("attention")
-    mlp = (3 if model.gated_mlp else 2) * size * model.intermediate_size
-    if model.experts is not None:  # the k experts of a token, and the router
-        mlp = model.experts.per_token * mlp + size * model.experts.count
+    size, attention = model.hidden_size, model.attention_layers
+    projections = sum(_projections(model, layer) for layer in attention)
+    mlp = sum(_mlp(model.at(layer)) for layer in range(model.num_layers))
     shared = len(texts.responses) * (1 - 1 / group_size)  # prompts that are not run
     tokens = texts.tokens - shared * texts.prompt
-    total = 2.0 * tokens * (len(attention) * projections + model.num_layers * mlp)
+    total = 2.0 * tokens * (projections + mlp)
     total += tokens * _of_delta_nets(model)
     windows = Counter(
-        model.sliding_window if model.is_local(layer) else None for layer in attention
+        (
+            model.sliding_window if model.is_local(layer) else None,
+            model.num_heads * model.at(layer).head_dim,
+        )
+        for layer in attention
     )
-    for window, layers in windows.items():
+    for (window, width), layers in windows.items():
         pairs = sum(
             times * _pairs(texts.prompt + length, window=window)
             for length, times in Counter(texts.lengths).items()
@@ -89,6 +89,24 @@ def training(
     passes = 3 if adapters is None else 2
     own = 0.0 if adapters is None else 3 * 2.0 * texts.tokens * adapters
     return passes * forward(model, texts, head=head) + own
+
+
+def _projections(model: ModelConfig, layer: int) -> int:
+    """Numbers of the matrices around the attention of a layer."""
+    own = model.at(layer)
+    size, width = model.hidden_size, model.num_heads * own.head_dim
+    matrices = 0 if model.source(layer) is not None else 1 if own.keys_as_values else 2
+    numbers = 2 * size * width + matrices * size * own.num_kv_heads * own.head_dim
+    return numbers + (size * width if model.output_gate else 0)
+
+
+def _mlp(own: ModelConfig) -> int:
+    """Numbers of the matrices that a token meets in a layer beside its attention."""
+    size = own.hidden_size
+    mlp = (3 if own.gated_mlp else 2) * size * own.intermediate_size
+    if own.experts is not None:  # some of them, and the router
+        mlp = own.experts.per_token * mlp + size * own.experts.count
+    return mlp + 3 * size * (own.per_layer_width or 0)
 
 
 def _of_delta_nets(model: ModelConfig) -> float:

@@ -7,6 +7,7 @@ the jobs (`jobs/`) take all shapes from `jax.eval_shape`.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -128,10 +129,10 @@ def block_visits(
     blocks = -(-columns // block)
     windows = (
         1 - (1 - caches.width(model, layer, columns=columns)) // block
-        for layer in model.layers_of("attention")
+        for layer in model.attention_layers
     )
     pairs = sum(min(i + 1, window) for window in windows for i in range(blocks))
-    mean = pairs / (blocks * max(1, len(model.layers_of("attention"))))
+    mean = pairs / (blocks * max(1, len(model.attention_layers)))
     return {
         blockwise_passes.KEY_BLOCKS: mean / (context if passed else 1),
         blockwise_passes.QUERY_BLOCKS: mean / context,
@@ -139,15 +140,17 @@ def block_visits(
 
 
 def cache_bytes(model: ModelConfig, *, rows: int, columns: int) -> int:
-    """Bytes of keys and values, 2·B·K·d·Σ_l W_l numbers in `model.dtype`.
+    """Bytes of keys and values, Σ_l 2·B·K_l·d_l·W_l numbers in `model.dtype`.
 
     Layer l keeps W_l of the columns of prompt and response. In int8 every vector of d
     numbers has a scale in float32. With `model.cache_pages` a layer that sees all
     columns has those of the pages instead of B·W_l. A DeltaNet layer has its state
-    instead, of a fixed size.
+    instead, of a fixed size, and a layer that reads another's keys has none.
     """
 
     def places(layer: int) -> int:
+        if model.source(layer) is not None:
+            return 0
         own = rows * caches.width(model, layer, columns=columns)
         if model.cache_pages is None:
             return own
@@ -157,17 +160,19 @@ def cache_bytes(model: ModelConfig, *, rows: int, columns: int) -> int:
             return own
         return min(own, model.cache_pages * model.page_size)
 
-    size = model.head_dim * jnp.dtype(model.dtype).itemsize
-    if model.cache == "int8":
-        size = model.head_dim + 4
-    columns_bytes = 2 * model.num_kv_heads * size
+    def column_bytes(own: ModelConfig) -> int:
+        size = own.head_dim * jnp.dtype(own.dtype).itemsize
+        return (
+            2 * own.num_kv_heads * (own.head_dim + 4 if own.cache == "int8" else size)
+        )
+
     states = 0
     if model.delta_net is not None:
         state = jax.eval_shape(lambda: caches.blank_state(model, rows=rows))
         states = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
-    return columns_bytes * sum(map(places, model.layers_of("attention"))) + (
-        states * len(model.layers_of("delta_net"))
-    )
+    layers, recurrent = model.attention_layers, model.layers_of("delta_net")
+    keys_values = sum(column_bytes(model.at(n)) * places(n) for n in layers)
+    return keys_values + states * len(recurrent)
 
 
 def activation_bytes(
@@ -189,16 +194,15 @@ def activation_bytes(
     Compiled for a v5e, 4 x 512 tokens of GPT-2 small in float32 take 3056, 892 and 316
     MiB of temporaries without remat, with dots and with full; here 3087, 963 and 315.
     """
-    width, kv = (n * model.head_dim for n in (model.num_heads, model.num_kv_heads))
-    width *= 2 if model.output_gate else 1
-    mlp = (2 if model.gated_mlp else 1) * model.intermediate_size
-    if model.experts is not None:
-        # Rows sorted by expert, and the outputs of the experts.
-        mlp = model.experts.per_token * (mlp + 2 * model.hidden_size)
     tokens, size = rows * columns, jnp.dtype(model.dtype).itemsize
 
-    def layer(width: int, inner: float) -> tuple[float, float]:
-        """Bytes that one layer keeps, and that it has at work."""
+    def layer(own: ModelConfig, width: int, inner: float) -> tuple[float, float]:
+        """Bytes that a layer of one kind keeps, and that it has at work."""
+        mlp = (2 if own.gated_mlp else 1) * own.intermediate_size
+        mlp += own.per_layer_width or 0
+        if own.experts is not None:
+            # Rows sorted by expert, and the outputs of the experts.
+            mlp = own.experts.per_token * (mlp + 2 * own.hidden_size)
         shared = (width + mlp) / tensor
         projections = tokens * size * (shared + 2 * model.hidden_size)
         whole = (1 + BETWEEN) * projections + inner / tensor
@@ -207,13 +211,18 @@ def activation_bytes(
     inner = 0.0
     if model.attention == "xla":  # scores and probabilities in float32
         inner = 2 * 4 * rows * columns**2 * model.num_heads
-    kept, whole = layer(width + 2 * kv, inner)
-    total = len(model.layers_of("attention")) * kept
+    total = whole = 0.0
+    for own, layers in Counter(map(model.at, model.attention_layers)).items():
+        gated = 2 if own.output_gate else 1
+        width = own.head_dim * (gated * own.num_heads + 2 * own.num_kv_heads)
+        kept, at_work = layer(own, width, inner)
+        total, whole = total + layers * kept, max(whole, at_work)
     if model.delta_net is not None:
-        kept, at_work = layer(*_delta_net_numbers(model.delta_net, tokens=tokens))
+        numbers = _delta_net_numbers(model.delta_net, tokens=tokens)
+        kept, at_work = layer(model, *numbers)
         total += len(model.layers_of("delta_net")) * kept
         whole = max(whole, at_work)
-    inputs = tokens * size * model.hidden_size
+    inputs = tokens * size * (model.hidden_size + (model.per_layer_width or 0))
     head = 2 * 4 * tokens * model.hidden_size  # hidden states and their gradient
     return int(total + model.num_layers * inputs + whole + head)
 

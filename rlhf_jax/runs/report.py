@@ -39,7 +39,9 @@ SHOWN = (
 KL = re.compile(r"(?<![a-z])kl(?!_coef|[a-z])", re.IGNORECASE)
 KL_ROUNDING = 1e-6  # nats
 # Path suffixes of parameters that have one row per id of the vocabulary.
-VOCABULARY_TABLES = ("['embed']['tokens']", "['head']['kernel']")
+VOCABULARY_TABLES = (
+    *("['embed']['tokens']", "['embed']['per_layer']", "['head']['kernel']"),
+)
 
 
 class Progress:

@@ -111,6 +111,15 @@ CONFIGS = {
     },
     "gemma2": GEMMA,
     "gemma3_text": GEMMA | {"rope_local_base_freq": 500.0},
+    "gemma4_text": GEMMA
+    | {
+        "num_hidden_layers": 4,
+        "layer_types": GEMMA["layer_types"] * 2,
+        "global_head_dim": 64,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB,
+        "num_kv_shared_layers": 2,
+    },
     "olmo2": LLAMA,
     "olmo3": LLAMA
     | {
@@ -137,13 +146,17 @@ CONFIGS = {
         "logits_scaling": 4.0,
     },
 }
-# transformers has no score for Granite.
-REWARDS = [name for name in CONFIGS if "," not in name and "granite" not in name]
+# transformers has no score for Granite and Gemma 4.
+REWARDS = [
+    name
+    for name in CONFIGS
+    if "," not in name and not name.startswith(("granite", "gemma4"))
+]
 FOLDERS = [*CONFIGS, *(f"{name} reward" for name in REWARDS)]
 # What a reader cannot, by environment and folder, with the reason.
 UNKNOWN: dict[str, dict[str, str]] = {
     "transformers-4.57": dict.fromkeys(
-        ("qwen3_5_text", "qwen3_5_text-reward"), "It came with 5."
+        ("qwen3_5_text", "qwen3_5_text-reward", "gemma4_text"), "It came with 5."
     ),
     "transformers-5": {},
     "vllm": {

@@ -20,6 +20,10 @@ CHECKPOINTS = {
         *("gemma3_text", "Gemma3ForCausalLM"),
         "2 of multi_modal_projector, 21 of vision_tower",
     ),
+    "gemma4_multimodal": (
+        *("gemma4_text", "Gemma4ForCausalLM"),
+        "1 of embed_vision, 15 of vision_tower",
+    ),
 }
 for_each = pytest.mark.parametrize("name", CHECKPOINTS)
 

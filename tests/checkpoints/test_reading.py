@@ -19,12 +19,12 @@ FAMILIES = {
     **dict.fromkeys(
         (
             *("llama_bf16", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3"),
-            *("olmo2", "olmo3", "smollm3", "granite", "granite4", "qwen3_5"),
+            *("olmo2", "olmo3", "smollm3", "granite", "granite4", "qwen3_5", "gemma4"),
         ),
         ("model.", "embed_tokens.weight", "lm_head.weight"),
     ),
 }
-BY_DEFAULT = ("gpt2", "gemma2", "gemma3", "smollm3")
+BY_DEFAULT = ("gpt2", "gemma2", "gemma3", "gemma4", "smollm3")
 every_family = pytest.mark.parametrize("name", FAMILIES)
 
 

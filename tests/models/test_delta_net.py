@@ -205,7 +205,7 @@ def test_kinds_of_layers_that_do_not_repeat():
     model = tiny.HYBRID
     kinds = (True, False, True, True, True, False)
     uneven = dataclasses.replace(model, recurrent_layers=kinds)
-    assert (model.period, uneven.period) == (3, 6)
+    assert (model.parts, uneven.parts) == (((0, 6, 3),), ((0, 6, 6),))
     shapes = decoder.shapes(uneven)["layers"]
     assert shapes["attention"]["gate"]["kernel"].shape == (2, 32, 32)
     assert shapes["delta_net"]["value"]["kernel"].shape == (4, 32, 16)

@@ -77,6 +77,10 @@ PUBLISHED = [
     ("gemma-3-4b", 3_880_263_168),
     ("gemma-3-12b", 11_766_034_176),
     ("gemma-3-27b", 27_009_346_304),
+    # With `layer_scalar`, which transformers has as a buffer.
+    ("gemma-4-e2b", 4_628_569_379),
+    ("gemma-4-e4b", 7_463_013_418),
+    ("gemma-4-31b", 30_697_345_340),
     ("phi-3-mini-4k", 3_821_079_552),
     ("olmo-2-1b", 1_484_916_736),
     ("olmo-2-7b", 7_298_617_344),

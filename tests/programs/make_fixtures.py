@@ -127,6 +127,39 @@ GEMMA3 = transformers.Gemma3TextConfig(
         GLOBAL: {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
     },
 )
+# Two periods of layers, with heads of their own in global ones, whose values are keys.
+GEMMA4_ROPE = {
+    LOCAL: {"rope_type": "default", "rope_theta": 50.0},
+    GLOBAL: {
+        "rope_type": "proportional",
+        "rope_theta": 400.0,
+        "partial_rotary_factor": 0.5,
+    },
+}
+GEMMA4 = transformers.Gemma4TextConfig(
+    **FAMILY | {"num_hidden_layers": 6, "num_key_value_heads": 2},
+    sliding_window=5,
+    layer_types=[LOCAL, LOCAL, GLOBAL] * 2,
+    global_head_dim=16,
+    num_global_key_value_heads=1,
+    attention_k_eq_v=True,
+    hidden_size_per_layer_input=0,
+    final_logit_softcapping=6.0,
+    rope_parameters=GEMMA4_ROPE,
+)
+# Embeddings of each layer; the last four layers read keys and values of others.
+GEMMA4_E2B = transformers.Gemma4TextConfig(
+    **FAMILY | {"num_hidden_layers": 8, "head_dim": 6},
+    rms_norm_eps=3e-2,
+    sliding_window=5,
+    layer_types=[LOCAL, GLOBAL] * 4,
+    global_head_dim=8,
+    hidden_size_per_layer_input=8,
+    vocab_size_per_layer_input=VOCAB,
+    num_kv_shared_layers=4,
+    use_double_wide_mlp=True,
+    rope_parameters=GEMMA4_ROPE,
+)
 PHI3 = transformers.Phi3Config(**FAMILY, sliding_window=5, partial_rotary_factor=0.5)
 FOUR_LAYERS = FAMILY | {"num_hidden_layers": 4}
 OLMO2 = transformers.Olmo2Config(
@@ -216,6 +249,20 @@ GEMMA3_MULTIMODAL = transformers.Gemma3Config(
     },
     mm_tokens_per_image=4,
 )
+GEMMA4_MULTIMODAL = transformers.Gemma4Config(
+    text_config=GEMMA4_E2B.to_dict(),
+    vision_config={
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "patch_size": 2,
+        "position_embedding_size": 8,
+    },
+    audio_config=None,
+)
 # Weights of a token's experts that do not sum to 1.
 QWEN3_MOE = transformers.Qwen3MoeConfig(
     **FAMILY | {"intermediate_size": 24},
@@ -295,6 +342,9 @@ def randomise(model) -> None:
             noise = torch.randn(parameter.shape, generator=generator)
             is_scale = parameter.ndim == 1 and bool((parameter == 1).all())
             parameter.copy_((1.0 if is_scale else 0.0) + 0.2 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):  # of Gemma 4, which is no parameter
+                buffer.add_(0.2 * torch.randn(buffer.shape, generator=generator))
 
 
 def padded(side: str) -> tuple[np.ndarray, np.ndarray]:
@@ -357,6 +407,8 @@ FIXTURE = {
     "gpt_neox": causal(t.GPTNeoXForCausalLM, GPT_NEOX, **LONG),
     "gemma2": causal(t.Gemma2ForCausalLM, GEMMA2, **LONG),
     "gemma3": causal(t.Gemma3ForCausalLM, GEMMA3, **LONG),
+    "gemma4": causal(t.Gemma4ForCausalLM, GEMMA4, **LONG),
+    "gemma4_e2b": causal(t.Gemma4ForCausalLM, GEMMA4_E2B, **LONG),
     "phi3": causal(t.Phi3ForCausalLM, PHI3, **LONG),
     "olmo2": causal(t.Olmo2ForCausalLM, OLMO2, **LONG),
     "olmo3": causal(t.Olmo3ForCausalLM, OLMO3, **LONG),
@@ -369,6 +421,9 @@ FIXTURE = {
     ),
     "gemma3_multimodal": causal(
         t.Gemma3ForConditionalGeneration, GEMMA3_MULTIMODAL, **EAGER
+    ),
+    "gemma4_multimodal": causal(
+        t.Gemma4ForConditionalGeneration, GEMMA4_MULTIMODAL, **EAGER
     ),
     "qwen3_moe": causal(t.Qwen3MoeForCausalLM, QWEN3_MOE, **LONG),
     "mixtral": causal(t.MixtralForCausalLM, MIXTRAL, **LONG),

@@ -27,6 +27,7 @@ _MODULES = {
     "qwen3": "qwen3",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "gemma4_text": "hybrids.gemma4",
     **{name: name for name in ("olmo2", "olmo3", "smollm3", "granite")},
     "granitemoehybrid": "granite4",
     "qwen3_5_text": "hybrids.qwen3_5",

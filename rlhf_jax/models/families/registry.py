@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 from rlhf_jax.models import config
-from rlhf_jax.models.config import DeltaNet, ModelConfig, RopeScaling
+from rlhf_jax.models.config import DeltaNet, GlobalHeads, ModelConfig, RopeScaling
 from rlhf_jax.models.families.mistral import in_every_layer
 from rlhf_jax.models.families.mixtures import known
 
@@ -133,6 +133,37 @@ def _gemma_3(*sizes: int, **others: Any) -> ModelConfig:
         family="gemma3_text",
         query_key_norm=True,
         rope_local_theta=1e4,
+    )
+
+
+def _gemma_4(
+    *sizes: int, heads: GlobalHeads, max_positions: int = 131_072, **others: Any
+) -> ModelConfig:
+    """The language model of a multimodal one."""
+    shape = {"window": 512, "period": 6} | others
+    lengths = {"vocab_size": 262_144, "max_positions": max_positions}
+    return dataclasses.replace(
+        _gemma(*sizes, rope_theta=1e6, **lengths, **shape),
+        family="gemma4_text",
+        norm_from_one=False,
+        rope_scaling=RopeScaling("proportional", 1.0, share=0.25),
+        rope_local_theta=1e4,
+        query_key_norm=True,
+        query_scale=1.0,
+        value_norm=True,
+        layer_scale=True,
+        global_heads=heads,
+        logit_softcap=30.0,
+    )
+
+
+def _gemma_4_e(
+    *sizes: int, shared_layers: int, wide: bool = False, period: int
+) -> ModelConfig:
+    """One that has embeddings for each layer."""
+    plain = _gemma_4(*sizes, heads=GlobalHeads(512, sizes[3]), period=period)
+    return dataclasses.replace(
+        plain, per_layer_width=256, shared_layers=shared_layers, wide_shared_mlp=wide
     )
 
 
@@ -308,6 +339,16 @@ KNOWN: dict[str, ModelConfig] = {
     "gemma-3-4b": _gemma_3(2560, 34, 8, 4, 10_240),
     "gemma-3-12b": _gemma_3(3840, 48, 16, 8, 15_360),
     "gemma-3-27b": _gemma_3(5376, 62, 32, 16, 21_504, head_dim=128, query_scalar=168),
+    "gemma-4-e2b": _gemma_4_e(
+        *(1536, 35, 8, 1, 6144), shared_layers=20, wide=True, period=5
+    ),
+    "gemma-4-e4b": _gemma_4_e(2560, 42, 8, 2, 10_240, shared_layers=18, period=6),
+    "gemma-4-31b": _gemma_4(
+        *(5376, 60, 32, 16, 21_504),
+        heads=GlobalHeads(512, 4, keys_as_values=True),
+        max_positions=262_144,
+        window=1024,
+    ),
     # Abdin et al. 2024, arXiv:2404.14219, section 2.
     "phi-3-mini-4k": _windowed(
         "phi3",

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.models.attention import quantise
-from rlhf_jax.models.caches import Caches, DeltaState, blank_state
+from rlhf_jax.models.caches import Caches, DeltaState, Kept, blank_state
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation.sampling import Drawn
 
@@ -55,15 +55,17 @@ def empty(model: ModelConfig, *, places: int, columns: int, key: Array) -> Episo
       columns: W, the columns of the longest row plus those that `read` takes at a time.
       key: key[], any key.
     """
-    shape = (places, model.num_kv_heads, columns, model.head_dim)
-    one = jnp.zeros(shape, model.dtype)
-    cached: Any = quantise(one) if model.cache == "int8" else one
-    caches = tuple(
-        blank_state(model, rows=places)
-        if model.is_recurrent(layer)
-        else (cached, cached)
-        for layer in range(model.num_layers)
-    )
+
+    def blank(layer: int) -> Kept:
+        if model.is_recurrent(layer):
+            return blank_state(model, rows=places)
+        own = model.at(layer)
+        shape = (places, own.num_kv_heads, columns, own.head_dim)
+        one = jnp.zeros(shape, model.dtype)
+        cached: Any = quantise(one) if model.cache == "int8" else one
+        return () if model.source(layer) is not None else (cached, cached)
+
+    caches = tuple(map(blank, range(model.num_layers)))
     return Episodes(
         tokens=jnp.zeros((places, columns), jnp.int32),
         sampled=jnp.zeros((places, columns), bool),

@@ -70,10 +70,10 @@ def empty(model: ModelConfig, *, places: int, pages: int, longest: int) -> Cache
     """Empty caches, for B places and N pages."""
 
     def zeros(layer: int) -> Columns:
-        count, columns = places, model.sliding_window
+        count, columns, own = places, model.sliding_window, model.at(layer)
         if in_pages(model, layer, longest=longest):
             count, columns = pages, model.page_size
-        shape = (count, model.num_kv_heads, columns, model.head_dim)
+        shape = (count, own.num_kv_heads, columns, own.head_dim)
         if model.cache == "int8":
             return Int8Columns(
                 values=jnp.zeros(shape, jnp.int8),
@@ -81,12 +81,13 @@ def empty(model: ModelConfig, *, places: int, pages: int, longest: int) -> Cache
             )
         return jnp.zeros(shape, model.dtype)
 
-    return tuple(
-        blank_state(model, rows=places)
-        if model.is_recurrent(n)
-        else (zeros(n), zeros(n))
-        for n in range(model.num_layers)
-    )
+    def blank(layer: int) -> Kept:
+        if model.is_recurrent(layer):
+            return blank_state(model, rows=places)
+        reads = model.source(layer) is not None
+        return () if reads else (zeros(layer), zeros(layer))
+
+    return tuple(map(blank, range(model.num_layers)))
 
 
 def filled(
@@ -108,7 +109,9 @@ def filled(
       place: i32[A], their places; B is none.
     """
     size = model.page_size
-    columns = next(kept[0].shape[2] for kept in prompts if isinstance(kept, tuple))
+    columns = next(
+        kept[0].shape[2] for kept in prompts if isinstance(kept, tuple) and kept
+    )
     slots = pages_of(columns, size=size)
     pad = (columns - lengths)[:, None]
     # Skips left padding: token i of a row goes to column i of its pages.
@@ -135,6 +138,8 @@ def filled(
         return jax.tree.map(put, pool, fresh)
 
     def of_layer(pools: Kept, prompt: Kept, layer: int) -> Kept:
+        if not pools or not prompt:
+            return ()
         if isinstance(pools, tuple) and isinstance(prompt, tuple):
             return one(pools[0], prompt[0], layer), one(pools[1], prompt[1], layer)
         return jax.tree.map(

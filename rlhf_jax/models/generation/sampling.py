@@ -333,8 +333,8 @@ def read_prompts(
         record=record,
     )
     caches = unstack(key_values, model=model)
-    if model.recurrent_layers:
-        caches = tuple(kept for layer in caches for kept in layer.values())
+    if model.by_kind:
+        caches = tuple(next(iter(layer.values()), ()) for layer in caches)
     last, caches, experts = jax.tree.map(
         lambda leaf: jnp.repeat(leaf, group_size, axis=0), (last, caches, experts)
     )

@@ -194,7 +194,7 @@ def _dtype(name: str, dtype: Any, *, among: tuple[str, ...]) -> Any:
 def _matrix_axis(path: Any, leaf: Any) -> int | None:
     """The axis of a matrix that shares a scale; None for other leaves."""
     names = [jax.tree_util.keystr((entry,), simple=True) for entry in path]
-    if "embed" in names or "head" in names:
+    if ("embed" in names or "head" in names) and len(leaf.shape) > 1:
         return -1
     # Kernels [L, in, out], or [L, E, in, out] of experts, share a scale along their
     # inputs; tables along their columns. A router needs its precision for near ties,

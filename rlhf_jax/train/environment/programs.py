@@ -170,7 +170,7 @@ class EpisodePrograms:
             places=self.places,
             columns=columns + chunk + 1,
         )
-        where, without_caches = self._where(empty, heads=recipe.model.num_kv_heads)
+        where, without_caches = self._where(empty, heads=recipe.model.common_kv_heads)
         self._empty_program = jax.jit(empty, out_shardings=where)
         self._weights_program = jax.jit(weights)
         self._read_program = jax.jit(

@@ -207,7 +207,7 @@ def _meshes(config: AnyConfig, update: Update, among: Devices) -> Iterator[MeshS
         return
     free, model = len(among.devices) - _taken(config), update.model
     shares = math.gcd(free, update.rows)
-    tensor = math.gcd(free // shares, model.num_heads, model.num_kv_heads)
+    tensor = math.gcd(free // shares, model.num_heads, model.common_kv_heads)
     yield MeshShape(data=shares, tensor=tensor)
     near = among.per_node or shares
     if near < shares and shares % near == 0:

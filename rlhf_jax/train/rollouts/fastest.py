@@ -112,7 +112,7 @@ def candidates(
     slices, rows = config.placement.policy.dcn, config.batch.batch_size
     devices = config.placement.policy.size // slices
     places = config.method.continuous_batching or rows
-    most = math.gcd(devices, model.num_heads, model.num_kv_heads, model.hidden_size)
+    most = math.gcd(devices, model.num_heads, model.common_kv_heads, model.hidden_size)
     tensor = 1
     while tensor <= most:
         shares = devices // tensor if most % tensor == 0 else 0

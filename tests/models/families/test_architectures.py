@@ -73,7 +73,11 @@ def test_log_probs_of_samples_are_those_of_a_full_forward(model, monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.slow
-@both
+@pytest.mark.parametrize(
+    "model",
+    [tiny.MIXED, tiny.PARALLEL, tiny.LATE, tiny.SHARED],
+    ids=["mixed", "parallel", "late", "shared"],
+)
 def test_continuous_batching_draws_the_same_samples(model):
     samples, expected = sampled(model, continuous_batching=4), sampled(model)
     np.testing.assert_array_equal(samples.tokens, expected.tokens)
@@ -131,6 +135,7 @@ def loss_of(params, *, model):
                 (tiny.PARALLEL, "parallel-remat"),
                 (tiny.LATE, "late-remat"),
                 (tiny.MIXED, "mixed-remat"),
+                (tiny.SHARED, "shared-remat"),
             )
         ),
         pytest.param(
@@ -141,6 +146,9 @@ def loss_of(params, *, model):
         ),
         pytest.param(
             tiny.LATE, {"unroll": True}, id="late-unroll", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            tiny.SHARED, {"unroll": True}, id="shared-unroll", marks=pytest.mark.slow
         ),
     ],
 )
@@ -156,7 +164,9 @@ def test_value_and_gradient_are_those_of_the_loop(model, how):
         other_grads,
         grads,
     )
-    moved = jax.tree.leaves(grads["layers"])
+    moved = jax.tree.leaves(
+        {name: leaf for name, leaf in grads["layers"].items() if name != "layer_scale"}
+    )
     assert all(np.abs(leaf).max() > 0 for leaf in moved)
 
 

@@ -19,17 +19,18 @@ from tiers import one_in
 from rlhf_jax import decode, decoder, frozen, hf, lora
 from rlhf_jax.checkpoints import mapping, peft
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models.config import RopeScaling
+from rlhf_jax.models.config import GlobalHeads, RopeScaling
 from rlhf_jax.models.families import keys, registry
 from rlhf_jax.models.generation.sampling import Shaping
 
 NAMES = (
-    *("qwen2", "qwen3", "mistral", "gpt_neox", "gemma2", "gemma3", "phi3"),
+    *("qwen2", "qwen3", "mistral", "gpt_neox", "gemma2", "gemma3", "gemma4"),
+    *("phi3", "gemma4_e2b"),
     *("olmo2", "olmo3", "smollm3", "granite", "granite4", "qwen3_5"),
     *("qwen3_moe", "mixtral", "gpt_oss"),
 )
-# transformers has no score for Granite.
-REWARDS = tuple(name for name in NAMES if not name.startswith("granite"))
+# transformers has no score for Granite and Gemma 4.
+REWARDS = tuple(name for name in NAMES if not name.startswith(("granite", "gemma4")))
 # Attention beside the MLP; windows, scales and two wavelengths. What each family's
 # logits are is told for all, and decoding reads the same options.
 STATIC = ("model", "max_new_tokens", "stop_ids", "shaping")
@@ -479,6 +480,11 @@ def test_windows_follow_each_family_s_options():
     assert local("gemma2") == (5, "lgl")
     assert local("gemma3") == (5, "llll")
     assert local("gemma3", sliding_window_pattern=2) == (5, "lglg")
+    assert local("gemma4", per_layer_config=None) == (5, "lllllg")
+    last_local = ["sliding_attention"] * 6  # which transformers makes global
+    assert local("gemma4", layer_types=last_local, per_layer_config=None) == (
+        *(5, "lllllg"),
+    )
     assert local("olmo3") == (5, "lllg")
     assert local("olmo3", sliding_window=None, layer_types=["full_attention"] * 4) == (
         *(None, ""),
@@ -505,6 +511,31 @@ def test_both_forms_of_gemma_3_s_rope_options_are_read():
     bare = model_of(older)
     assert (bare.rope_theta, bare.rope_local_theta) == (1e6, 1e4)
     assert bare.rope_scaling is None
+
+
+def test_gemma_4_s_heads_are_read_by_layer_and_as_published():
+    by_layer = options_of("gemma4")
+    published = {k: v for k, v in by_layer.items() if k != "per_layer_config"}
+    published |= {"global_head_dim": 16, "num_global_key_value_heads": 1}
+    model = model_of(by_layer)
+    assert model == model_of(published)
+    assert model.global_heads == GlobalHeads(16, 1, keys_as_values=True)
+    # As in transformers: other numbers of heads go with values that are keys.
+    other = model_of(published | {"attention_k_eq_v": False})
+    assert other.global_heads == GlobalHeads(16, 2)
+    del published["global_head_dim"]
+    assert model_of(published).global_heads == GlobalHeads(512, 1, True)
+
+
+def test_layers_of_gemma_4_run_in_periods_before_and_after_the_last_own_keys():
+    names = ("gemma-4-e2b", "gemma-4-e4b", "gemma-4-31b")
+    assert [registry.KNOWN[name].parts for name in names] == [
+        ((0, 15, 5), (15, 20, 5)),
+        ((0, 24, 6), (24, 18, 6)),
+        ((0, 60, 6),),
+    ]
+    small = registry.KNOWN["gemma-4-e2b"]
+    assert [small.source(layer) for layer in (14, 15, 19, 34)] == [None, 13, 14, 14]
 
 
 def test_both_forms_of_olmo_3_s_rope_options_are_read():
@@ -617,6 +648,40 @@ LISTED = "use a checkpoint without, of gpt2, gpt_neox, llama, mistral, phi3, qwe
             {ROPE: {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
             "expected rope_type = 'default', got 'linear'",
         ),
+        ("gemma4", {"enable_moe_block": True}, "enable_moe_block = False, got True"),
+        (
+            "gemma4",
+            {"enable_moe_block": True, "num_experts": 8},
+            r"a gemma4_text with a mixture of experts \(num_experts\)",
+        ),
+        ("gemma4", {"use_bidirectional_attention": "all"}, "'vision', got 'all'"),
+        (
+            "gemma4",
+            {ROPE: {"full_attention": {"rope_type": "yarn", "factor": 2.0}}},
+            "expected rope_type = 'proportional', got 'yarn'",
+        ),
+        (
+            "gemma4",
+            {"per_layer_config": {"0": {"head_dim": 16}}},
+            "per_layer_config of one head_dim and one num_key_value_heads",
+        ),
+        (
+            "gemma4",
+            {"per_layer_config": {"0": {"head_dim": "16"}}},
+            r"per_layer_config\.head_dim to be a whole number",
+        ),
+        ("gemma4", {"per_layer_config": {"0": 16}}, "_config to be an object, got 16"),
+        (
+            "gemma4_e2b",
+            {"vocab_size_per_layer_input": 96},
+            "vocab_size_per_layer_input = 97, got 96",
+        ),
+        ("gemma4_e2b", {"num_kv_shared_layers": 7}, "got none of one in 1 layers; low"),
+        (
+            "gemma4",
+            {"model_type": "gemma4_unified", "vision_config": {"hidden_size": 8}},
+            r"a gemma4_unified with a vision tower",
+        ),
         ("gpt_neox", {"hidden_act": "relu"}, "expected hidden_act to be one of"),
         ("gemma2", {"hidden_activation": "relu"}, "hidden_activation to be one of"),
         ("gemma3", {"sliding_window": None}, "sliding_window in tokens, as layer_typ"),
@@ -694,6 +759,7 @@ def test_null_is_as_absent():
     for name, options in (
         ("gemma2", ("tie_word_embeddings", "query_pre_attn_scalar", "head_dim")),
         ("gemma3", ("rope_theta", "sliding_window_pattern")),
+        ("gemma4", ("rope_parameters", "layer_types", "per_layer_config")),
         ("qwen3", ("head_dim", "use_sliding_window", "layer_types")),
         ("phi3", ("rms_norm_eps",)),
         ("gpt_neox", ("use_parallel_residual", "attention_bias", "layer_norm_eps")),

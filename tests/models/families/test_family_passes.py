@@ -86,7 +86,9 @@ def test_packed_rows_are_padded_rows_with_their_gradients(name):
         gradient,
         expected_gradient,
     )
-    assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(gradient))
+    for path, leaf in jax.tree.leaves_with_path(gradient):
+        # A buffer of Gemma 4, which nothing moves.
+        assert (np.abs(leaf).max() > 0) == ("layer_scale" not in str(path))
 
 
 @each_family

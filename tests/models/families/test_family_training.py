@@ -190,4 +190,5 @@ def test_a_step_of_dpo_on_eight_devices(name):
     with jax.set_mesh(mesh := MeshShape(data=2, fsdp=2, tensor=2).make()):
         stats_of_steps = two_steps_of_dpo(name, mesh=mesh)
     for mine, other in zip(stats_of_steps, two_steps_of_dpo(name), strict=True):
-        assert mine == pytest.approx(other, abs=2e-5)
+        # A norm of the gradient may be 30.
+        assert mine == pytest.approx(other, abs=2e-5, rel=5e-6)

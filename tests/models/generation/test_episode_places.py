@@ -60,8 +60,11 @@ def begun(model, *rows, draws):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
-    [tiny.GPT2, pytest.param(tiny.MIXED, marks=pytest.mark.slow)],
-    ids=["gpt2", "mixed"],
+    [
+        tiny.GPT2,
+        *(pytest.param(m, marks=pytest.mark.slow) for m in (tiny.MIXED, tiny.SHARED)),
+    ],
+    ids=["gpt2", "mixed", "shared"],
 )
 def test_a_place_that_reads_keeps_its_cache_while_others_draw(model):
     """Checked to the bit, as a step of one token rounds otherwise than a chunk."""

@@ -135,7 +135,18 @@ def test_responses_are_drawn_from_whole_forward_passes(model):
 @pytest.mark.cases(slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["gemma2", "gemma3", "mistral", "phi3", "qwen2", "olmo3", "smollm3"]
+    "name",
+    [
+        "gemma2",
+        "gemma3",
+        "gemma4",
+        "gemma4_e2b",
+        "mistral",
+        "phi3",
+        "qwen2",
+        "olmo3",
+        "smollm3",
+    ],
 )
 @pytest.mark.parametrize("cache", ["same", "int8"])
 def test_families_with_windows(name, cache):

@@ -16,7 +16,16 @@ from rlhf_jax.planning import workload
 
 LENGTHS, PROMPT, NEW = (8, 3, 1, 5, 7, 2, 8, 4), 8, 14
 INDEX = np.arange(len(LENGTHS), dtype=np.int32)
-FAMILIES = ["gemma2", "gemma3", "mistral", "phi3", "qwen2", "olmo3", "smollm3"]
+FAMILIES = [
+    "gemma2",
+    "gemma3",
+    "gemma4",
+    "mistral",
+    "phi3",
+    "qwen2",
+    "olmo3",
+    "smollm3",
+]
 
 
 def sampled(model, params, *, stop_ids=(), **options):

@@ -72,7 +72,8 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
             *("linear_num_key_heads", "linear_num_value_heads"),
             *("linear_key_head_dim", "linear_value_head_dim"),
             *("linear_conv_kernel_dim", "full_attention_interval"),
-            "moe_intermediate_size",
+            *("moe_intermediate_size", "global_head_dim"),
+            *("num_global_key_value_heads", "vocab_size_per_layer_input"),
         ),
     ),
     f"a whole number from 0 to {MAX_SIZE}": (
@@ -81,6 +82,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
             *("sliding_window", "max_window_layers"),
             *("num_local_experts", "num_experts", "decoder_sparse_step"),
             *("num_experts_per_tok", "experts_per_token"),
+            *("hidden_size_per_layer_input", "num_kv_shared_layers"),
         ),
     ),
     "a finite number above 0": (
@@ -108,7 +110,8 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
         (
             *("tie_word_embeddings", "attention_bias", "mlp_bias", "truncate"),
             *("use_parallel_residual", "use_sliding_window", "attn_output_gate"),
-            "norm_topk_prob",
+            *("norm_topk_prob", "attention_k_eq_v", "use_double_wide_mlp"),
+            "enable_moe_block",
         ),
     ),
     "a text": (
@@ -123,7 +126,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     "an object": (
         _is(dict),
         (
-            *("rope_scaling", "rope_parameters", "id2label"),
+            *("rope_scaling", "rope_parameters", "id2label", "per_layer_config"),
             *("full_attention", "sliding_attention", "quantization_config"),
         ),
     ),
