@@ -338,7 +338,7 @@ class Block(nn.Module):
         mask: AttentionMask | Pages | Array | None,
         rotary: tuple[Array, Array] | None,
         first: int = 0,
-        cache: Kept | None = None,
+        cache: Cached | DeltaState | None = None,
         column: Array | int = 0,
         per_layer: Array | None = None,
     ) -> tuple[Array, Kept]:

@@ -283,11 +283,9 @@ class ModelConfig:
                 "(global_heads, shared_layers), got both; leave either out"
             )
         first = self.num_layers - self.shared_layers
-        own, all_ = (
-            {self.is_local(layer) for layer in range(stop)}
-            for stop in (first, self.num_layers)
-        )
-        if self.shared_layers and (own != all_ or self.recurrent_layers):
+        local = self.local_layers or (False,) * self.num_layers
+        own = set(local[: max(first, 0)])
+        if self.shared_layers and (own != set(local) or self.recurrent_layers):
             yield (
                 f"expected before {self.shared_layers} shared_layers a layer with "
                 f"attention of every kind that they are of, local or global, got none "
