@@ -189,23 +189,27 @@ def rows_spread(logits: Array) -> Array:
 
 
 def beside_kernel(leaf: Array, path: tuple[str, ...]) -> Array:
-    """An adapter of one layer, sharded over `tensor` as its kernel is and no further.
+    """A small matrix of one layer, sharded over `tensor` as the kernel beside it is.
 
     `devices/sharding.py` may store the other side in parts as well, as the rows of
-    query's lora_a on a mesh of data and tensor. The compiler then shards activations
-    to match, and decodes with ten exchanges per layer instead of two:
+    query's lora_a, or of a router, on a mesh of data and tensor. The compiler then
+    shards activations to match, and decodes with ten exchanges per layer instead of
+    two, of a mixture with three:
 
         query, key, value, gate, up    (x A) B_s        A whole: no exchange
         output, down                   (x_s A_s) B      one sum, that of x_s W_s too
+        router                         x W              W whole: no exchange
 
     Args:
-      leaf: [in, r] or [r, out] of an adapter; other parameters are returned unchanged,
-        and so are all on a mesh whose `fsdp` or `context` holds that other side.
+      leaf: [in, r] or [r, out] of an adapter, or [D, E] of a router; other parameters
+        are returned unchanged, and so are all on a mesh whose `fsdp` or `context` holds
+        that other side.
       path: as in ("attention", "query", "lora_a").
     """
     names, sizes = of(path), _auto_axes()
     shared = {axis for axis, size in sizes.items() if size > 1} - COPIES
-    if path[-1] not in LORA or names is None or shared != {VOCABULARY_AXIS}:
+    few = path[-1] in LORA or path[-2:] == ("router", "weight")
+    if not few or names is None or shared != {VOCABULARY_AXIS}:
         return leaf
     at = (None if name in (None, "embed") else VOCABULARY_AXIS for name in names[1:])
     return jax.lax.with_sharding_constraint(leaf, PartitionSpec(*at))
