@@ -306,6 +306,10 @@ class ModelConfig:
         """Whether a layer, from 0, has a DeltaNet in place of attention."""
         return bool(self.recurrent_layers) and self.recurrent_layers[layer]
 
+    def kind(self, layer: int) -> tuple[bool, bool, bool]:
+        """What tells a layer, from 0, from others: recurrent, local, unrotated."""
+        return self.is_recurrent(layer), self.is_local(layer), self.is_unrotated(layer)
+
     def layers_of(self, module: str) -> tuple[int, ...]:
         """The layers, from 0, that have a module of a block, in which it is stacked."""
         has = {
@@ -317,10 +321,7 @@ class ModelConfig:
     @property
     def period(self) -> int:
         """After how many layers, a divisor of L, their kinds begin again."""
-        kinds = [
-            (self.is_recurrent(layer), self.is_local(layer), self.is_unrotated(layer))
-            for layer in range(self.num_layers)
-        ]
+        kinds = [self.kind(layer) for layer in range(self.num_layers)]
         sizes = range(1, self.num_layers + 1)
         return next(n for n in sizes if kinds == kinds[:n] * (self.num_layers // n))
 

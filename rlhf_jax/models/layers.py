@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -230,6 +231,9 @@ def in_periods(
 ) -> tuple[Array, Any]:
     """x through all layers, a period of them in each turn of one scan.
 
+    Layers of one kind that follow each other in a period are a scan in that turn, so
+    that compilers meet each kind once; with `model.unroll` they stay one by one.
+
     Args:
       one: of x, what each stack has of a layer, and its number in the period: returns
         x, and {module: what is kept}.
@@ -241,16 +245,25 @@ def in_periods(
     """
     turns = model.num_layers // period
 
+    runs = [1] * period if model.unroll else _runs(model, layers=period)
+
     def turn(x: Array, stacks: Sequence[Params]) -> tuple[Array, Any]:
-        kept = []
-        layers = zip(
-            *(unstack(stack, model=model, layers=period) for stack in stacks),
-            strict=True,
-        )
-        for number, layer in enumerate(layers):
-            x, of_layer = one(x, layer, number)
-            kept.append(of_layer)
-        return x, stacked(kept)
+        kept, first = [], 0
+        for size, run in zip(runs, _by_runs(stacks, runs, model=model), strict=True):
+
+            def of_kind(
+                x: Array, layer: Sequence[Params], number: int = first
+            ) -> tuple[Array, Any]:
+                return one(x, layer, number)
+
+            if size == 1:
+                x, of_layer = of_kind(x, jax.tree.map(lambda leaf: leaf[0], run))
+                of_run = jax.tree.map(lambda leaf: leaf[None], of_layer)
+            else:
+                x, of_run = jax.lax.scan(of_kind, x, run)
+            kept.append(of_run)
+            first += size
+        return x, joined(kept)
 
     if turns == 1:
         return turn(x, stacks)
@@ -259,6 +272,53 @@ def in_periods(
     )
     x, kept = jax.lax.scan(turn, x, apart)
     return x, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), kept)
+
+
+def _runs(model: ModelConfig, *, layers: int) -> list[int]:
+    """How many layers of one kind follow each other, of the first so many.
+
+    Two DeltaNets and attention, twice: 2, 1, 2, 1.
+    """
+    kinds = map(model.kind, range(layers))
+    return [len(list(run)) for _, run in itertools.groupby(kinds)]
+
+
+def _by_runs(
+    stacks: Sequence[Params], runs: Sequence[int], *, model: ModelConfig
+) -> list[list[Params]]:
+    """Of each run what each stack has: {module: leaves [n, ...]} of its n layers."""
+    ends = list(itertools.accumulate(runs))
+    starts = [end - size for end, size in zip(ends, runs, strict=True)]
+
+    def of(stack: Params) -> list[Params]:
+        parts: list[Params] = [{} for _ in runs]
+        for module, tree in stack.items():
+            has = model.layers_of(module)
+            counts = [
+                sum(start <= layer < end for layer in has)
+                for start, end in zip(starts, ends, strict=True)
+            ]
+            leaves, structure = jax.tree.flatten(tree)
+            # Of a split the gradient is one concatenation.
+            split = [jax.lax.split(leaf, counts, axis=0) for leaf in leaves]
+            for at, count in enumerate(counts):
+                if count:
+                    parts[at][module] = structure.unflatten([x[at] for x in split])
+        return parts
+
+    return [list(run) for run in zip(*map(of, stacks), strict=True)]
+
+
+def joined(runs: Sequence[Params]) -> Params:
+    """{module: leaves [n, ...]} of runs, each of which has them of its own layers."""
+    modules = dict.fromkeys(module for run in runs for module in run)
+    return {
+        module: jax.tree.map(
+            lambda *leaves: jnp.concatenate(leaves),
+            *(run[module] for run in runs if module in run),
+        )
+        for module in modules
+    }
 
 
 def stacked(layers: Sequence[Params]) -> Params:
