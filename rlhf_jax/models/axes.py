@@ -215,6 +215,28 @@ def beside_kernel(leaf: Array, path: tuple[str, ...]) -> Array:
     return jax.lax.with_sharding_constraint(leaf, PartitionSpec(*at))
 
 
+def of_own_rows(function: Callable[[Array], Array], x: Array) -> Array:
+    """function(x) of [N, n], each device on its own rows.
+
+    For what XLA:GPU cannot partition, as top-k: it would gather the rows of all.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = {axis: mesh.shape[axis] for axis in {*mesh.shape} - {*mesh.manual_axes}}
+    if math.prod(sizes.values()) == 1:
+        return function(x)
+    rows = tuple(axis for axis in ACTIVATION_AXES if axis in sizes)
+    room = -x.shape[0] % math.prod(sizes[axis] for axis in rows)
+    split = jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=PartitionSpec(rows),
+        out_specs=PartitionSpec(rows),
+        axis_names=set(sizes),
+        check_vma=False,
+    )
+    return split(jnp.pad(x, ((0, room), (0, 0))))[: x.shape[0]]
+
+
 def _auto_axes() -> dict[str, int]:
     """Sizes of the Auto axes of the mesh that is set; none if those are one device.
 
