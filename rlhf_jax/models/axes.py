@@ -201,26 +201,52 @@ def rows_spread(logits: Array) -> Array:
 
 
 def beside_kernel(leaf: Array, path: tuple[str, ...]) -> Array:
-    """Shards an adapter of one layer over `tensor` as its kernel is, and no further.
+    """Shards a small matrix of one layer over `tensor` as the kernel beside it is.
 
     `devices/sharding.py` may shard its other side as well, such as the rows of query's
-    lora_a on a mesh of data and tensor. The compiler would then shard activations to
-    match, and decode with ten exchanges per layer instead of two:
+    lora_a, or of a router, on a mesh of data and tensor. The compiler would then shard
+    activations to match, and decode with ten exchanges per layer instead of two (three
+    for a mixture):
 
         query, key, value, gate, up    (x A) B_s        A whole: no exchange
         output, down                   (x_s A_s) B      one sum, shared with x_s W_s
+        router                         x W              W whole: no exchange
 
     Args:
-      leaf: [in, r] or [r, out] of an adapter. Other parameters are returned unchanged,
-        and so are all of them on a mesh where another axis shards parameters.
+      leaf: [in, r] or [r, out] of an adapter, or [D, E] of a router. Other parameters
+        are returned unchanged, and so are all of them on a mesh where another axis
+        shards parameters.
       path: such as ("attention", "query", "lora_a").
     """
     names, sizes = of(path), _auto_axes()
     shared = {axis for axis, size in sizes.items() if size > 1} - COPIES
-    if path[-1] not in LORA or names is None or shared != {VOCABULARY_AXIS}:
+    few = path[-1] in LORA or path[-2:] == ("router", "weight")
+    if not few or names is None or shared != {VOCABULARY_AXIS}:
         return leaf
     at = (None if name in (None, "embed") else VOCABULARY_AXIS for name in names[1:])
     return jax.lax.with_sharding_constraint(leaf, PartitionSpec(*at))
+
+
+def of_own_rows(function: Callable[[Array], Array], x: Array) -> Array:
+    """function(x) of [N, n], each device on its own rows.
+
+    For what XLA:GPU cannot partition, as top-k: it would gather the rows of all.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = {axis: mesh.shape[axis] for axis in {*mesh.shape} - {*mesh.manual_axes}}
+    if math.prod(sizes.values()) == 1:
+        return function(x)
+    rows = tuple(axis for axis in ACTIVATION_AXES if axis in sizes)
+    room = -x.shape[0] % math.prod(sizes[axis] for axis in rows)
+    split = jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=PartitionSpec(rows),
+        out_specs=PartitionSpec(rows),
+        axis_names=set(sizes),
+        check_vma=False,
+    )
+    return split(jnp.pad(x, ((0, room), (0, 0))))[: x.shape[0]]
 
 
 def _auto_axes() -> dict[str, int]:

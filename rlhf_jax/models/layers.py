@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -246,6 +247,9 @@ def in_periods(
 ) -> tuple[Array, Any]:
     """Runs x through all layers, one period of them per turn of a scan.
 
+    Layers of one kind that follow each other in a period are a scan in that turn, so
+    that compilers meet each kind once; with `unroll` they stay one by one.
+
     Args:
       one: (x, the layer's part of each stack, the number of a layer of its kind,
         {whether local: keys and values to read}, empty but for shared layers) to x and
@@ -269,25 +273,32 @@ def in_periods(
                 lambda leaf, at=at: leaf[at], all_kept[module]
             )
 
+        runs = [1] * period if unroll else _runs(model, first=first, layers=period)
+
         def turn(
             x: Array,
             stacks: Sequence[Params],
             first: int = first,
-            period: int = period,
+            runs: Sequence[int] = runs,
             shared: Any = shared,
         ) -> tuple[Array, Any]:
             kept = []
-            layers = zip(
-                *(
-                    unstack(stack, model=model, first=first, layers=period)
-                    for stack in stacks
-                ),
-                strict=True,
-            )
-            for number, layer in enumerate(layers, first):
-                x, of_layer = one(x, layer, number, shared)
-                kept.append(of_layer)
-            return x, stacked(kept)
+            of_runs = _by_runs(stacks, runs, model=model, first=first)
+            for size, run in zip(runs, of_runs, strict=True):
+
+                def of_kind(
+                    x: Array, layer: Sequence[Params], number: int = first
+                ) -> tuple[Array, Any]:
+                    return one(x, layer, number, shared)
+
+                if size == 1:
+                    x, of_layer = of_kind(x, jax.tree.map(lambda leaf: leaf[0], run))
+                    of_run = jax.tree.map(lambda leaf: leaf[None], of_layer)
+                else:
+                    x, of_run = jax.lax.scan(of_kind, x, run)
+                kept.append(of_run)
+                first += size
+            return x, joined(kept)
 
         own = [
             part_of(stack, model=model, first=first, count=count) for stack in stacks
@@ -319,6 +330,53 @@ def part_of(stack: Params, *, model: ModelConfig, first: int, count: int) -> Par
                 tree if whole else jax.tree.map(lambda leaf, at=at: leaf[at], tree)
             )
     return parts
+
+
+def _runs(model: ModelConfig, *, first: int, layers: int) -> list[int]:
+    """Lengths of the runs of layers of one kind, of some layers from the first.
+
+    Two DeltaNets and attention, twice: 2, 1, 2, 1.
+    """
+    kinds = map(model.kind, range(first, first + layers))
+    return [len(list(run)) for _, run in itertools.groupby(kinds)]
+
+
+def _by_runs(
+    stacks: Sequence[Params], runs: Sequence[int], *, model: ModelConfig, first: int
+) -> list[list[Params]]:
+    """For each run, {module: leaves [n, ...]} of its n layers from each stack."""
+    ends = [first + end for end in itertools.accumulate(runs)]
+    starts = [end - size for end, size in zip(ends, runs, strict=True)]
+
+    def of(stack: Params) -> list[Params]:
+        parts: list[Params] = [{} for _ in runs]
+        for module, tree in stack.items():
+            has = model.layers_of(module)
+            counts = [
+                sum(start <= layer < end for layer in has)
+                for start, end in zip(starts, ends, strict=True)
+            ]
+            leaves, structure = jax.tree.flatten(tree)
+            # The gradient of a split is one concatenation.
+            split = [jax.lax.split(leaf, counts, axis=0) for leaf in leaves]
+            for at, count in enumerate(counts):
+                if count:
+                    parts[at][module] = structure.unflatten([x[at] for x in split])
+        return parts
+
+    return [list(run) for run in zip(*map(of, stacks), strict=True)]
+
+
+def joined(runs: Sequence[Params]) -> Params:
+    """{module: leaves [n, ...]} of runs, each of which has them of its own layers."""
+    modules = dict.fromkeys(module for run in runs for module in run)
+    return {
+        module: jax.tree.map(
+            lambda *leaves: jnp.concatenate(leaves),
+            *(run[module] for run in runs if module in run),
+        )
+        for module in modules
+    }
 
 
 def stacked(layers: Sequence[Params]) -> Params:

@@ -199,22 +199,28 @@ class _Walker:
         return max(lines[name].constant or 0 for name in moved.operands) or 1
 
     def _exchange(
-        self, line: Line, lines: Computation, total: Cost, channels: set[str]
+        self,
+        line: Line,
+        lines: Computation,
+        total: Cost,
+        channels: set[str],
+        *,
+        piece: bool = False,
     ) -> None:
         """Counts a collective once, even if fusions cut it into pieces."""
         if line.opcode == "fusion":
             inner = self._called(line)
             for part in inner.values():
-                self._exchange(part, inner, total, channels)
+                self._exchange(part, inner, total, channels, piece=True)
             return
         kind = line.opcode.removesuffix("-start")
         far = exchanges.between_slices(line.rest) if kind == "send" else None
         if far is None and kind not in exchanges.COLLECTIVES:
             return
         channel = re.search(r"channel_id=(\d+)", line.rest)
-        # Exchanges between experts, there and back, share a channel and are not cut.
-        if channel is not None and kind != "ragged-all-to-all":
-            if f"{kind} {channel[1]}" in channels:
+        if channel is not None:
+            # Whole ones count each: all that `shard_map` wrote have one channel.
+            if piece and f"{kind} {channel[1]}" in channels:
                 return
             channels.add(f"{kind} {channel[1]}")
         operand_bytes = sum(

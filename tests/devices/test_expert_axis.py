@@ -12,6 +12,7 @@ import tiny
 from rlhf_jax import config, decoder
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
+from rlhf_jax.models import cached_decoder
 from rlhf_jax.models.experts import dispatch, grouped
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -127,6 +128,21 @@ def test_rows_are_exchanged_and_the_weights_of_experts_are_not_gathered(run):
     whole = f"[8,{MODEL.hidden_size},{MODEL.intermediate_size}]"
     gathered = [line for line in text.splitlines() if "all-gather(" in line]
     assert not any(whole in line for line in gathered)
+
+
+def test_a_router_is_whole_on_every_device_that_decodes():
+    """Stored by parts, as a large one is, it would cost a sum per layer and token."""
+    mesh = MeshShape(data=2, tensor=4).make()
+    stored = jax.device_put(
+        params(), sharding.shardings(params(), mesh=mesh, small=MODEL.hidden_size * 8)
+    )
+    parts = stored["layers"]["experts"]["router"]["weight"].sharding
+    assert parts.spec == jax.sharding.PartitionSpec(None, "tensor")
+    ready = functools.partial(cached_decoder.layers_to_decode, model=MODEL, rows=8)
+    for layer in jax.jit(sharding.on(mesh, ready))(stored):
+        experts = layer["experts"]
+        assert experts["router"]["weight"].sharding.is_fully_replicated
+        assert not experts["up"]["kernel"].sharding.is_fully_replicated
 
 
 def test_a_mesh_without_experts_to_share_has_no_axis_for_them():

@@ -184,6 +184,24 @@ def test_layers_one_by_one_and_in_periods(options):
     )
 
 
+def test_layers_of_a_kind_that_follow_each_other_are_in_a_program_once(monkeypatch):
+    """Two DeltaNets and attention, twice: a compiler meets one of them, and not two."""
+    tokens, mask = tiny.batch((7, 3), 9, side="right")
+    chunked, calls = delta_net.chunked, []
+
+    def counted(*args, **settings):
+        calls.append(args)
+        return chunked(*args, **settings)
+
+    monkeypatch.setattr(delta_net, "chunked", counted)
+    for unroll, count in ((False, 1), (True, 4)):
+        model = dataclasses.replace(tiny.HYBRID, unroll=unroll)
+        hidden = functools.partial(decoder.hidden_states, model=model)
+        calls.clear()
+        jax.eval_shape(hidden, tiny.shapes(model), tokens=tokens, mask=mask)
+        assert len(calls) == count
+
+
 @pytest.mark.slow
 def test_layers_in_int8_on_the_host():
     model = tiny.HYBRID

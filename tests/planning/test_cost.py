@@ -246,6 +246,26 @@ def test_rows_that_are_sent_to_their_experts_and_not_the_room_for_them():
     }
 
 
+OF_ONE_CHANNEL = """
+%piece (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %s = f32[8]{0} all-reduce(%x), channel_id=2, replica_groups=[1,8]<=[8], to_apply=%add
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  %r = f32[8]{0} all-reduce(%p), channel_id=1, replica_groups=[1,8]<=[8], to_apply=%add
+  %q = f32[8]{0} all-reduce(%r), channel_id=1, replica_groups=[1,8]<=[8], to_apply=%add
+  %a = f32[8]{0} fusion(%q), kind=kCustom, calls=%piece
+  ROOT %b = f32[8]{0} fusion(%a), kind=kCustom, calls=%piece
+}
+"""  # noqa: E501
+
+
+def test_sums_of_one_channel_are_several_and_pieces_of_a_fusion_are_one():
+    assert cost.cost(OF_ONE_CHANNEL).collectives == {Collective("all-reduce", 32, 8): 3}
+
+
 TWO_NODES = """
 ENTRY %main (p: f32[8]) -> f32[8] {
   %p = f32[8]{0} parameter(0)

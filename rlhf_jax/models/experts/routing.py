@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.functional import masked
+from rlhf_jax.models import axes
 from rlhf_jax.models.config import Experts, ModelConfig
 
 Array = jax.Array
@@ -67,8 +68,11 @@ def choose(
 
     Source: Shazeer et al. 2017, arXiv:1701.06538, section 2.1.
     """
-    _, chosen = jax.lax.top_k(logits, experts.per_token)
-    chosen = chosen.astype(jnp.int32)
+
+    def largest(logits: Array) -> Array:
+        return jax.lax.top_k(logits, experts.per_token)[1].astype(jnp.int32)
+
+    chosen = axes.of_own_rows(largest, jax.lax.stop_gradient(logits))
     if replayed is not None:
         chosen = jnp.where(replayed == OWN, chosen, replayed)
     taken = jnp.take_along_axis(logits, chosen, axis=1)
