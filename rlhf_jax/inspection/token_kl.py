@@ -60,7 +60,9 @@ class Options:
     def __post_init__(self) -> None:
         if (self.text is None) == (self.prompt is None):
             got = "neither" if self.text is None else "both"
-            raise InputError(f"expected one of --text and --prompt, got {got}")
+            raise InputError(
+                f"expected one of --text and --prompt, got {got}; give one"
+            )
         checks.positive(temperature=self.temperature, limit=self.limit)
         checks.non_negative(alternatives=self.alternatives)
         if self.html is not None:

@@ -94,7 +94,7 @@ def read(path: Path) -> Sweep:
         raise InputError(
             f"{path}: expected a sweep in a file that ends with .toml or .py; rename it"
         )
-    expected = "a sweep's file that can be read"
+    expected = "the declaration of a sweep that can be read"
     advice = "correct the file, or name another"
     if path.suffix == ".toml":
         fields = parsing.read_object(path, expected=expected, advice=advice)

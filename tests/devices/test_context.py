@@ -187,7 +187,7 @@ def test_what_cannot_share_columns_is_refused():
         layout.refuse_context("ring", context=1)
     layout.refuse_context("auto", context=2)
     words = ("--out=o", "--model=m", "--prompts=p", "--verifier=exact")
-    message = "--packing: expected none with --placement.policy context=N"
+    message = "--packing cannot be combined with --placement.policy context=N"
     with pytest.raises(InputError, match=message):
         command_line.parse(
             grpo.Config,

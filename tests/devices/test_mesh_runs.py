@@ -410,11 +410,12 @@ def test_pairs_whose_columns_are_shared(files, name, tmp_path):
                 "--placement.sampler=last:data=4",
                 "--sampler-correction=recompute",
             ),
-            "expected none with --sampler-correction recompute, as",
+            "cannot be combined with --sampler-correction recompute, because",
         ),
         (
             ("--placement.critic=last:data=4", "--max-ratio-mean=10"),
-            "--placement.critic: expected none with --max-ratio-mean, as a guard "
+            "--placement.critic cannot be combined with --max-ratio-mean, because a "
+            "guard "
             "skips a step of both",
         ),
         (
@@ -430,7 +431,8 @@ def test_pairs_whose_columns_are_shared(files, name, tmp_path):
                 *("--placement.policy=data=8", "--placement.reference=data=8"),
                 "--penalty.value-estimator=exact",
             ),
-            "exact --penalty: expected none with --placement.reference, as exact KL "
+            "exact --penalty cannot be combined with --placement.reference, because "
+            "exact KL "
             "needs the hidden states of both",
         ),
     ],

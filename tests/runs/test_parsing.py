@@ -148,10 +148,10 @@ def test_files_that_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("name", "got"),
     [
-        ("none.json", "one that cannot be read: No such file"),
-        ("", "one that cannot be read: Is a directory"),
-        ("a\0b", "one that cannot be read: embedded null byte"),
-        ("x" * 300, "one that cannot be read: File name too long"),
+        ("none.json", "a file that cannot be read: No such file"),
+        ("", "a file that cannot be read: Is a directory"),
+        ("a\0b", "a file that cannot be read: embedded null byte"),
+        ("x" * 300, "a file that cannot be read: File name too long"),
     ],
 )
 def test_a_file_that_cannot_be_read(tmp_path, name, got):

@@ -336,7 +336,7 @@ def test_a_stopped_student_of_its_group_goes_on_to_the_last_bit(
         ),
         (
             "--success-score=1 --group-size=2 --reward=m:f --teacher-field=a",
-            "--success-score: expected none with --teacher-field",
+            "--success-score cannot be combined with --teacher-field",
         ),
         (
             "--success-score=1 --group-size=2 --penalty.placement=reward",
@@ -355,8 +355,8 @@ def test_a_stopped_student_of_its_group_goes_on_to_the_last_bit(
         ("--max-grad-norm=0", "max_grad_norm: expected a finite number above 0"),
         (
             "--sampler-correction=recompute --sampler=here,dtype=int8",
-            "a --sampler that rounds: expected none with --sampler-correction "
-            "recompute, as recompute does not correct",
+            "a --sampler that rounds cannot be combined with --sampler-correction "
+            "recompute, because recompute does not correct",
         ),
     ],
 )

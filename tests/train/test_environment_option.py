@@ -200,7 +200,8 @@ def test_reinforce_has_rewards_of_turns(files):
     [
         (
             ["--sampler=here,cache=int8"],
-            "--environment: expected none with options of --sampler here, as episodes",
+            "--environment cannot be combined with options of --sampler here, "
+            "because episodes",
         ),
         (
             ["--environment=maze"],

@@ -471,7 +471,8 @@ def refused(capsys, files, out, *argv, reference=None):
         ),
         (
             "--verifier=exact,unmarked=last_number",
-            "unmarked=last_number: expected none with --verifier exact, as gsm8k alone",
+            "unmarked=last_number cannot be combined with --verifier exact, because "
+            "gsm8k alone",
         ),
         (
             "--placement.policy=data=4",

@@ -226,8 +226,8 @@ def test_what_is_counted_is_logged(files, tmp_path, scored):
     [
         (["--verifier=exact"], "got --verifier exact and --environment halls:LeftHall"),
         (["--reward=m:f"], "got --reward m:f and --environment halls:LeftHall"),
-        (["--template=a {prompt}"], "--template: expected none with --environment"),
-        (["--prompt-field=q"], "--prompt-field: expected none with --environment"),
+        (["--template=a {prompt}"], "--template cannot be combined with --environment"),
+        (["--prompt-field=q"], "--prompt-field cannot be combined with --environment"),
         ([f"{NAMED},seconds=3"], "its figures would depend on the clock"),
         (
             [f"{NAMED},max_turn_tokens=99"],

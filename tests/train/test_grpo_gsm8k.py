@@ -247,11 +247,14 @@ def test_the_mixture_of_nash_md_may_have_another_checkpoint(files, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("--reference=none", "--reference none: expected none with rlhf-jax nash-md"),
+        (
+            "--reference=none",
+            "--reference none cannot be combined with rlhf-jax nash-md",
+        ),
         ("--batch-size=7", "--batch-size: expected an even number, for a response of"),
         ("--mixture=1", "mixture: expected a number above 0 and below 1, got"),
-        ("--placement.reference=last", "as its mixture or greedy responses are"),
-        ("--placement.sampler=data=1", "as its mixture or greedy responses are"),
+        ("--placement.reference=last", "because its mixture or greedy responses are"),
+        ("--placement.sampler=data=1", "because its mixture or greedy responses are"),
         (
             "--fixed-length=3",
             "expected options of rlhf-jax nash-md, got '--fixed-length",
@@ -276,15 +279,18 @@ def test_options_that_nash_md_refuses(files, tmp_path, capsys, argv, message):
     [
         (
             "--reference=none",
-            "--reference none: expected none with rlhf-jax online-dpo",
+            "--reference none cannot be combined with rlhf-jax online-dpo",
         ),
         ("--kl-coef=0", "kl_coef: expected a finite number above 0"),
-        ("--packing=auto", "with rlhf-jax online-dpo, as its loss reads padded rows"),
+        (
+            "--packing=auto",
+            "with rlhf-jax online-dpo, because its loss reads padded rows",
+        ),
         ("--group-size=3", "3"),
         ("--micro-batch-size=8", "expected micro_batch_size to divide the 4 pairs"),
         (
             "--references=other=x,weight=1",
-            "with rlhf-jax online-dpo, as its loss reads one",
+            "with rlhf-jax online-dpo, because its loss reads one",
         ),
         (
             "--surrogate=sapo",
@@ -600,7 +606,8 @@ UNMARKED = {"question": "what is one ?", "answer": "one"}
         [
             (
                 ("--reference=none", "--kl-coef=0.1"),
-                "--reference none: expected none with --kl-coef 0.1, as there",
+                "--reference none cannot be combined with --kl-coef 0.1, because the "
+                "latter",
             ),
             (
                 ("--template=question",),
@@ -637,8 +644,8 @@ UNMARKED = {"question": "what is one ?", "answer": "one"}
             ),
             (
                 ("--sampler=here,dtype=int8", "--sampler-correction=recompute"),
-                "a --sampler that rounds: expected none with --sampler-correction "
-                "recompute, as recompute does not correct",
+                "a --sampler that rounds cannot be combined with --sampler-correction "
+                "recompute, because recompute does not correct",
             ),
             (
                 ("--sampler=here,cache_pages=4",),

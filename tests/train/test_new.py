@@ -122,7 +122,9 @@ def test_a_reward_is_a_verifier_by_name(written):
     assert choice.is_function  # it reads the row itself
     verify = make_verifier(choice)
     assert [verify("?", text, {"answer": "7"}) for text in ("7", "8")] == [1.0, 0.0]
-    with pytest.raises(InputError, match=r"answer_field=: expected none with --ver"):
+    with pytest.raises(
+        InputError, match=r"answer_field= cannot be combined with --ver"
+    ):
         Verifier("short", answer_field="right")
 
 

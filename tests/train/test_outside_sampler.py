@@ -242,19 +242,21 @@ URL = "--sampler=http://localhost:9"
         (["--sampler=process,tries=0"], "tries: expected"),
         (
             [URL, "--environment=rooms"],
-            "--sampler: expected none with --environment, as only the decoder",
+            "--sampler cannot be combined with --environment, because only the decoder",
         ),
         (
             [URL, "--placement.policy=fsdp=2", "--placement.sampler=data=2"],
-            "--sampler: expected none with --placement.sampler, as only the decoder",
+            "--sampler cannot be combined with --placement.sampler, because only the "
+            "decoder",
         ),
         (
             [URL, "--fixed-length=0"],
-            "--sampler http://...: expected none with --fixed-length, as a server",
+            "--sampler http://... cannot be combined with --fixed-length, because a "
+            "server",
         ),
         (
             [URL, "--sampler-correction=recompute"],
-            "with --sampler-correction recompute, as recompute",
+            "with --sampler-correction recompute, because recompute",
         ),
     ],
 )
@@ -288,4 +290,7 @@ def test_the_mixture_of_nash_md_is_drawn_beside_the_policy(files, capsys):
     with pytest.raises(SystemExit):
         train(files, "run", "--sampler=process", command=command)
     errors = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert "nash-md: expected none with --sampler, as its mixture or greedy" in errors
+    assert (
+        "nash-md cannot be combined with --sampler, because its mixture or greedy"
+        in errors
+    )

@@ -185,9 +185,12 @@ def test_the_base_is_copied_to_where_episodes_are_drawn_alone(files, monkeypatch
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--buckets=4"], "--environment: expected none with --buckets"),
-        (["--fixed-length=0"], "--environment: expected none with --fixed-length"),
-        (["--critic.start=reward_model"], "expected none with no reward model"),
+        (["--buckets=4"], "--environment cannot be combined with --buckets"),
+        (["--fixed-length=0"], "--environment cannot be combined with --fixed-length"),
+        (
+            ["--critic.start=reward_model"],
+            "cannot be combined with a run without a reward model",
+        ),
         pytest.param(
             [f"--environment=halls:Late,{LIMITS}"],
             "expected a number for some response",

@@ -204,7 +204,8 @@ def test_help_shows_the_presets_and_their_values(capsys):
 
 def test_a_critic_of_the_reward_model_needs_one():
     message = (
-        "--critic.start reward_model: expected none with no reward model, as the "
+        "--critic.start reward_model cannot be combined with a run without a reward "
+        "model, because the "
         "critic starts from exactly one"
     )
     with pytest.raises(checks.InputError, match=message):

@@ -20,12 +20,12 @@ def parse(method, *argv):
         (
             ppo,
             ["--references", "b=x", "--reference=none"],
-            "--reference none: expected none with --references",
+            "--reference none cannot be combined with --references",
         ),
         (
             ppo,
             ["--references", "b=x,place=cpu", "--penalty.value-estimator=exact"],
-            "exact --penalty: expected none with place= of --references",
+            "exact --penalty cannot be combined with place= of --references",
         ),
         (
             ppo,
@@ -35,12 +35,12 @@ def parse(method, *argv):
         (
             grpo,
             ["--references", "b=x", "--reference=none"],
-            "--reference none: expected none with --references",
+            "--reference none cannot be combined with --references",
         ),
         (
             grpo,
             ["--reference=none", "--reference-storage.dtype=int8"],
-            "--reference none: expected none with --reference-storage",
+            "--reference none cannot be combined with --reference-storage",
         ),
         (
             grpo,
@@ -49,7 +49,7 @@ def parse(method, *argv):
                 "--penalty.value-estimator=exact",
                 "--penalty.placement=loss",
             ],
-            "exact --penalty: expected none with --placement.reference",
+            "exact --penalty cannot be combined with --placement.reference",
         ),
     ],
 )

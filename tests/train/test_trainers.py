@@ -343,7 +343,8 @@ NO_KL = ("--reward=m:f", "--reference=none", "--kl-coef=0")
             ),
             (
                 ("--reward=m:f", "--critic.start=reward_model"),
-                "expected none with no reward model, as the critic starts",
+                "cannot be combined with a run without a reward model, because the "
+                "critic starts",
             ),
             (
                 ("--reward=m:f", "--batch-size=0"),
@@ -400,15 +401,18 @@ NO_KL = ("--reward=m:f", "--reference=none", "--kl-coef=0")
             ),
             (
                 ("--reward=m:f", "--reference=none", "--kl-coef=0.1"),
-                "--reference none: expected none with --kl-coef 0.1, as there is none",
+                "--reference none cannot be combined with --kl-coef 0.1, because the "
+                "latter",
             ),
             (
                 (*NO_KL, "--reference-storage.dtype=int8"),
-                "--reference none: expected none with --reference-storage, as there",
+                "--reference none cannot be combined with --reference-storage, "
+                "because the latter",
             ),
             (
                 ("--reward=m:f", "--sampler=here,dtype=int8", "--lora=2"),
-                "--lora: expected none with a --sampler dtype, as the dtype of its",
+                "--lora cannot be combined with a --sampler dtype, because the dtype "
+                "of its",
             ),
             (
                 (
@@ -419,7 +423,8 @@ NO_KL = ("--reward=m:f", "--reference=none", "--kl-coef=0")
             ),
             (
                 ("--reward=m:f", "--placement.reward=cpu"),
-                "--placement.reward: expected none with no reward model, as there is",
+                "--placement.reward cannot be combined with a run without a reward "
+                "model, because no model is",
             ),
             (
                 ("--reward=operator:setitem", "--lora=2,modules=mlp/gate"),
@@ -427,7 +432,8 @@ NO_KL = ("--reward=m:f", "--reference=none", "--kl-coef=0")
             ),
             (
                 ("--reward=m:f", "--lora=2", "--placement.reference=cpu"),
-                "--lora: expected none with --placement.reference, as the reference",
+                "--lora cannot be combined with --placement.reference, because the "
+                "reference",
             ),
             (
                 (
@@ -441,11 +447,13 @@ NO_KL = ("--reward=m:f", "--reference=none", "--kl-coef=0")
                     *("--reward=m:f", "--lora=2", "--lifecycle.move=reset,every=2"),
                     "--reference=x",
                 ),
-                "--lora and --lifecycle: expected none with --reference x, as a reset",
+                "--lora and --lifecycle cannot be combined with --reference x, "
+                "because a reset",
             ),
             (
                 ("--reward-model=x", "--lora=2", "--critic.start=reward_model"),
-                "--lora: expected none with --critic.start reward_model, as the "
+                "--lora cannot be combined with --critic.start reward_model, because "
+                "the "
                 "critic's",
             ),
             (

@@ -104,11 +104,12 @@ def test_generated_code_runs_where_something_sets_it_apart(own_module, monkeypat
         ({"name": "no_such:f"}, "ModuleNotFoundError"),
         (
             {"name": "exact", "unmarked": "last_number"},
-            "unmarked=last_number: expected none with --verifier exact, as gsm8k alone",
+            "unmarked=last_number cannot be combined with --verifier exact, because "
+            "gsm8k alone",
         ),
         (
             {"name": "own_verifiers:has_dog", "answer_field": "right"},
-            "answer_field=: expected none with --verifier own_verifiers:has_dog",
+            "answer_field= cannot be combined with --verifier own_verifiers:has_dog",
         ),
     ],
 )

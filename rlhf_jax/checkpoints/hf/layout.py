@@ -92,10 +92,12 @@ def family_of(config: Mapping[str, Any]) -> keys.Family:
             )
     if family is None:
         code = "; its own code (auto_map) is never run" if "auto_map" in config else ""
+        got = f"{name!r} ({config.get('architectures')}), which is not supported"
+        if name is None:
+            got = "none; give the folder of a checkpoint, which is RUN/model for a run"
         raise InputError(
             f"{CONFIG}: expected model_type to be one of {', '.join(FAMILIES)}; got "
-            f"{name!r} ({config.get('architectures')}), which is not supported"
-            f"{_nearest(name)}{code}"
+            f"{got}{_nearest(name)}{code}"
         )
     return family
 

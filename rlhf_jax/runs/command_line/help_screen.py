@@ -15,6 +15,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tyro.constructors import (
+    ConstructorRegistry,
+    StructConstructorSpec,
+    StructTypeInfo,
+)
+
 from rlhf_jax.runs import choices
 
 NARROWEST, WIDEST = 60, 100  # columns
@@ -184,3 +190,33 @@ def documented(config_class: type[Any]) -> dict[str, str]:
             ):
                 texts[field.target.id] = " ".join(below.value.value.split())
     return texts
+
+
+class _Unwrapped:
+    """The rule of tyro for dataclasses, with the texts of fields as one line each.
+
+    tyro keeps the line breaks of a docstring below a field, and a terminal narrower
+    than the source would wrap every line again.
+    """
+
+    asking = False  # for tyro's own rule, which this one must not answer
+
+    def __call__(self, info: StructTypeInfo) -> StructConstructorSpec | None:
+        if self.asking or not dataclasses.is_dataclass(info.type):
+            return None
+        self.asking = True
+        try:
+            spec = ConstructorRegistry.get_struct_spec(info)
+        finally:
+            self.asking = False
+        if not isinstance(spec, StructConstructorSpec):
+            return None
+        texts = documented(info.type)
+        fields = (
+            dataclasses.replace(field, helptext=texts.get(field.name, field.helptext))
+            for field in spec.fields
+        )
+        return dataclasses.replace(spec, fields=tuple(fields))
+
+
+choices.REGISTRY.struct_rule(_Unwrapped())

@@ -114,7 +114,6 @@ def parse(
         description=description,
         # An error names --help-all where --help shows only the options of `screen`.
         add_help=screen is None or "--help" in options,
-        registry=choices.REGISTRY,
     )
 
 
@@ -151,7 +150,7 @@ def _options(kind: type[Any], *, prefix: str = "--") -> set[str]:
 
 
 def _notes(presets: Presets) -> list[str]:
-    recipes = f"--preset {'|'.join(presets)} starts from a published recipe."
+    recipes = f"--preset NAME starts from a published recipe: {', '.join(presets)}."
     return [
         *([recipes] if presets else []),
         "--config FILE reads options from TOML, YAML or JSON; RUN/config.json "
@@ -198,7 +197,11 @@ def load_function(
     """
     module_name, _, name = spec.partition(":")
     if not module_name or not name:
-        raise InputError(f"expected module:{kind}, got {spec!r}")
+        where = f"{called}: " if called else ""
+        raise InputError(
+            f"{where}expected module:{kind}, got {spec!r}; name both, as "
+            f"my_module:my_{kind}"
+        )
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:

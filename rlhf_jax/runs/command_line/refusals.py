@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import tyro
 
 from rlhf_jax.functional.errors import InputError
+from rlhf_jax.runs import choices
 
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 FRAMED = re.compile(r"│|  ")  # tyro draws no │ where the output is not UTF-8
@@ -54,7 +55,9 @@ def cli(wanted: Any, *, prog: str, args: Sequence[str] | None, **options: Any) -
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
-            parsed = tyro.cli(wanted, prog=prog, args=args, **options)
+            parsed = tyro.cli(
+                wanted, prog=prog, args=args, registry=choices.REGISTRY, **options
+            )
     except SystemExit as stop:
         if stop.code != 2:  # --help
             raise

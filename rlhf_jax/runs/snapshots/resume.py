@@ -130,9 +130,9 @@ def check_config(
                 f"  {name}: recorded {shown(before, name)}, given {shown(now, name)}"
                 for name in refused
             )
-            + f"\nonly {', '.join(sorted(MAY_CHANGE | {'sampler'}))}, where it "
-            f"computes and how it saves may change; give the recorded values, or start "
-            f"a new run with another --out"
+            + f"\nonly {', '.join(sorted(MAY_CHANGE | {'sampler'}))}, and options of "
+            f"where the run computes and how it saves, may change; give the recorded "
+            f"command and values, or start a new run with another --out"
         )
     results = [name for name in FINISHED if (folder / name).exists()]
     if "num_steps" in names and results:

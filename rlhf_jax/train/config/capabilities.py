@@ -136,7 +136,7 @@ CHOICES: Mapping[str, Callable[[Config], Mapping[str, bool]]] = {
         and c.critic.start == REWARD_MODEL
     },
     "not one reward model": lambda c: {
-        "no reward model": not c.rewards.models,
+        "a run without a reward model": not c.rewards.models,
         "several reward models": len(c.rewards.models) > 1,
     },
     "rounded sampler": lambda c: {
@@ -146,7 +146,7 @@ CHOICES: Mapping[str, Callable[[Config], Mapping[str, bool]]] = {
         "--placement.reward": c.placement.reward != WITH_POLICY,
         "--reward-storage": c.rewards.reward_storage != COPY,
     },
-    "no reward model": lambda c: {"no reward model": not c.rewards.models},
+    "no reward model": lambda c: {"a run without a reward model": not c.rewards.models},
     "sampler outside": lambda c: {"--sampler": c.sampler.is_outside},
     "drawn here": lambda c: {**_drawn_here(c), **_recorded_here(c)},
     "mixture apart": lambda c: {
@@ -236,7 +236,7 @@ FEATURES: Mapping[str, Callable[[Config], str | None]] = {
 
 TABLE: Mapping[tuple[str, str], str] = {
     ("no reference", "asks for a reference"): (
-        "there is none to measure a KL to (--reference start takes one)"
+        "the latter needs a reference, such as --reference start"
     ),
     ("unplaced penalty", "KL coefficient"): "the KL is then only measured",
     ("further references or steps without one", "one reference"): (
@@ -263,7 +263,7 @@ TABLE: Mapping[tuple[str, str], str] = {
     ("critic of a reward model", "not one reward model"): (
         "the critic starts from exactly one"
     ),
-    ("options of reward models", "no reward model"): "there is none to place or store",
+    ("options of reward models", "no reward model"): "no model is placed or stored",
     ("adapters", "rounded sampler"): (
         "the dtype of its base is that of --reference-storage"
     ),
@@ -298,7 +298,7 @@ TABLE: Mapping[tuple[str, str], str] = {
         "the reference is sampled by the policy's own program"
     ),
 }
-"""The reason why two features cannot be combined, as the end of a sentence."""
+"""The reason why two features cannot be combined, to follow "because"."""
 
 
 def check(config: Config) -> None:
@@ -316,12 +316,13 @@ def exclude(choices: Choices, others: Choices, *, reason: str) -> None:
     """Raises InputError if an option of `choices` and one of `others` are chosen.
 
     Args:
-      reason: why they exclude each other, as the end of a sentence.
+      reason: why they exclude each other, to follow "because".
     """
     option, other = first(choices), first(others)
     if option is not None and other is not None:
         raise InputError(
-            f"{option}: expected none with {other}, as {reason}; leave one of them out"
+            f"{option} cannot be combined with {other}, because {reason}; leave one of "
+            f"them out"
         )
 
 

@@ -175,8 +175,9 @@ class KL:
     """The KL coefficient β and its control; options of the penalty are the method's."""
 
     kl_coef: float | None = None
-    """KL coefficient β, reward units per nat. At 0 the KL is still measured. None is
-    0.05 with a reference (0.1 in online-dpo, 1 in distill), and 0 without one."""
+    """KL coefficient β, reward units per nat; None is 0.05 with a reference (0.1 in
+    online-dpo, 1 in distill), and 0 without one or with --penalty.placement None. At 0
+    the KL is still measured."""
     kl_control: Control = Fixed()
     """How β changes during the run: fixed; linear,end=E; or adaptive, pi and
     lagrangian, which steer the KL to target=T nats per unit=response|token."""

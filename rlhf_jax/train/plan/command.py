@@ -51,8 +51,8 @@ def parse(argv: Sequence[str]) -> tuple[Any, Options]:
     )
     if name not in known:
         raise InputError(
-            f"expected a command to plan, one of {', '.join(known)}, got {name}; "
-            f"write it first"
+            f"expected a command to plan, one of {', '.join(known)}, got "
+            f"{name or 'none'}; write it first"
         )
     if options.topology is None:  # before defaults of a config look for devices
         processes.check_platform()

@@ -38,7 +38,7 @@ class Demonstrations:
     """Widths to which batches are padded, tokens; None pads all to the longest
     example."""
     row_width: int | None = None
-    """Width of rows into which examples are packed, tokens. None is one row per
+    """Width of rows into which examples are packed, tokens; None is one row per
     example."""
 
     def __post_init__(self) -> None:

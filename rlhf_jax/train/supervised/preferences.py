@@ -35,7 +35,7 @@ class Preferences:
     """Treatment of pairs with a response of white space only: error stops, drop leaves
     them out."""
     row_width: int | None = None
-    """Width of rows into which pairs are packed, tokens. None is one row per pair."""
+    """Width of rows into which pairs are packed, tokens; None is one row per pair."""
 
     def __post_init__(self) -> None:
         checks.positive(row_width=self.row_width)

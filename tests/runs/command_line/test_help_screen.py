@@ -105,6 +105,7 @@ def test_help_all_lists_every_option(monkeypatch, capsys):
     for field in ("--model", "--hidden", "--lam", "--lora.rank", "--keep-snapshots"):
         assert field in shown
     assert "And much else" in shown
+    assert "Model to start from, a folder." in shown  # two lines of the source
 
 
 @pytest.mark.parametrize("wrong", ["--hiden=1", "--hidden=x"])
@@ -137,7 +138,7 @@ def test_a_preset_shows_its_defaults(monkeypatch, capsys):
     shown = text(*argv, monkeypatch=monkeypatch, capsys=capsys, presets=presets)
     assert "Rank of the adapters. [2]" in shown
     assert "Form of Adam. [tf]" in shown
-    assert "--preset tiny starts from a published recipe." in shown
+    assert "--preset NAME starts from a published recipe: tiny." in shown
 
 
 def test_a_recorded_config_shows_its_values():

@@ -10,7 +10,7 @@ import tyro
 
 from rlhf_jax.functional.checks import InputError, positive
 from rlhf_jax.functional.kl.control import Control
-from rlhf_jax.runs import choices, command_line
+from rlhf_jax.runs import command_line
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,9 +43,7 @@ NEEDED = ["--model=m", "--out=o"]
 
 def refused(argv, **options):
     with pytest.raises(InputError) as error:
-        command_line.cli(
-            Config, prog="train", args=argv, registry=choices.REGISTRY, **options
-        )
+        command_line.cli(Config, prog="train", args=argv, **options)
     return str(error.value)
 
 

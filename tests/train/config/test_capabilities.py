@@ -218,7 +218,7 @@ def test_adapters_beside_another_reference_take_it_from_the_host():
 
 def test_a_command_line_is_refused(monkeypatch, check):
     monkeypatch.setattr(capabilities, "check", check)
-    with pytest.raises(InputError, match="as all of its batches have"):
+    with pytest.raises(InputError, match="because all of its batches have"):
         parse.__wrapped__("grpo --max-staleness 1 --buckets 8 16")
 
 

@@ -49,11 +49,15 @@ def test_a_sampler_of_its_own_devices_is_one_step_behind_as_before():
             "--max-staleness=5 --num-steps=5",
             "--max-staleness: expected a number of at most 4, got 5; no policy is",
         ),
-        (ppo, "--max-staleness=1 --buckets 8", "with --buckets, as all of its batches"),
+        (
+            ppo,
+            "--max-staleness=1 --buckets 8",
+            "with --buckets, because all of its batches",
+        ),
         (
             ppo,
             "--max-staleness=1 --sampler-correction=recompute",
-            "with --sampler-correction recompute, as recompute",
+            "with --sampler-correction recompute, because recompute",
         ),
         (
             ppo,
@@ -63,7 +67,7 @@ def test_a_sampler_of_its_own_devices_is_one_step_behind_as_before():
         (
             grpo,
             "--max-staleness=1 --max-redraws=2",
-            "--max-redraws: expected none with --max-staleness",
+            "--max-redraws cannot be combined with --max-staleness",
         ),
         (nash_md, "--max-staleness=1", "its mixture or greedy responses are drawn"),
     ],
