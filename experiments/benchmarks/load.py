@@ -3,8 +3,8 @@
     python experiments benchmarks.load --out runs/load
 
 Each case creates its input and then does the work of a command on it, in a process of
-its own. Measured are the CPU seconds of that process without its start, and its peak
-memory, JAX and transformers included. The exit status is 1 if a bound is broken.
+its own. The benchmark measures the CPU seconds of that process without its start, and
+its peak memory with JAX and transformers. The exit status is 1 if a bound is broken.
 
 Expect half a minute for 200,000 prompts and less than one for a page of 10,000 runs.
 """
@@ -231,7 +231,7 @@ class Config:
     share: float = 1.0
     """Size of the inputs, as a share of the case's own."""
     work: bool = False
-    """Only do the work of one case on an existing input, in this process."""
+    """Whether one case works on an existing input, in this process, and no more."""
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.cases if name not in CASES]:

@@ -4,10 +4,10 @@
     python experiments benchmarks.plans --record ... --gpu-python ~/plan-cuda/bin/python
     python experiments benchmarks.plans --record ... --most 0        # the table alone
 
-Every cell is a run of `rlhf-jax plan` in a process, with minutes and some GB of memory.
-Its row is written when it ends, and a later start continues with the cells without a
-row. If the compiler rejects a cell, its row has the reason. Chips of NVIDIA need the
-extra `plan-cuda` in a separate environment (--gpu-python).
+Every cell is a run of `rlhf-jax plan` in a process of its own, which takes minutes and
+some GB of memory. Its row is written when it ends, and a later start continues with the
+cells without a row. If the compiler rejects a cell, its row has the reason. NVIDIA's
+chips need the extra `plan-cuda` in a separate environment (--gpu-python).
 
 All cells have bfloat16, full remat, the reference in bfloat16, groups of 8, one epoch,
 a prompt of 512 tokens (1,024 from 8,192 on) and responses that fill the rest. A model

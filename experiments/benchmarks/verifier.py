@@ -4,9 +4,9 @@
 
 A program receives a value with many parts, returns it or changes it in place. Its tests
 run, in turns, in this package and in the package of an earlier commit, which
-`git archive` takes from the repository. Measured are the CPU seconds of a program's two
-processes, start included, as the minimum over the rounds. The exit status is 1 if a
-ratio is above `--most`.
+`git archive` takes from the repository. The time of a program is the CPU seconds of its
+two processes, start included, and the minimum over the rounds. The exit status is 1 if
+a ratio is above `--most`.
 
 Expect ratios of 0.3 to 1.1, up to 1.4 for large integers, in two minutes.
 """

@@ -6,12 +6,13 @@ The world has 4 tokens, one of which ends a response. All 121 responses of 1 to 
 are enumerated, and so every divergence of a student from a teacher of twice its width
 is exact. The exit status is 1 if one of these fails:
 
-gradients  The expected gradient of a run's loss is, within 1e-5, that of the sum of
-           divergences along prefixes that are held fixed. With k1 in the reward it is
-           that of KL(student ‖ teacher) of whole responses, and with a reward as well
-           that of β·KL - E[r]. If the teacher reads a success of the pair (SDPO), it is
-           that of the divergence given the success, averaged over the responses of the
-           pair that have one.
+gradients  The expected gradient of a run's loss is, within 1e-5, the gradient of
+             - by default, the sum of divergences along prefixes that are held fixed
+             - with k1 in the reward, KL(student ‖ teacher) of whole responses
+             - with k1 and another reward r, β·KL - E[r]
+             - if the teacher reads another response that succeeded (SDPO), the
+               divergence given that response, averaged over the responses of a pair
+               for which there is one
 optimum    A student that samples and learns as in a run reaches
            KL(student ‖ teacher) <= 0.03 nats from more than 0.5, with every divergence.
            Sums are over all 256 responses of 4 tokens.

@@ -40,7 +40,7 @@ class Drawn(NamedTuple):
     """
 
     tokens: Any  # i32[B, R], including the stop token if one ended the response
-    # f32[B, R], nats, of the distribution that each token was drawn from; 0 after it
+    # f32[B, R], nats, under the distribution that drew each token; 0 after a response
     sampler_logprobs: Any
     lengths: Any  # i32[B], 1 to R
     entropy: Any = None  # f32[B, R], nats, 0 after the response; None if not reported

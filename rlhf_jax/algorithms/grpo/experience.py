@@ -70,9 +70,9 @@ def group_experience(
       PolicyExperience[B, S], whose `response_mask` is False where a response is left
       out, and {name: (sum, weight)}. `group/equal_fraction`: share of groups whose
       rewards are all equal, so that advantages are 0. `group/std`: mean over groups of
-      the standard deviation (ddof 1) of the sampled responses with a score, reward
-      units. `response/masked`, where options or the greedy baseline leave responses
-      out: the share of those.
+      two or more sampled responses with a score of their standard deviation (ddof 1),
+      reward units. `response/masked`, where options or the greedy baseline leave
+      responses out: the share of those.
 
     Source: Shao et al. 2024, arXiv:2402.03300 (GRPO); Ahmadian et al. 2024,
     arXiv:2402.14740 (RLOO); Li et al. 2023, arXiv:2310.10505 (ReMax); Hao et al. 2025,

@@ -21,7 +21,7 @@ WIDTHS = (1.0, 1.25, 1.5, 1.75, 2.0)  # widths to choose from, relative to padde
 WIDTH_DRAWS = 8  # batches drawn to choose the width
 WIDTH_GAIN = 0.97  # a wider row must need less than this share of the tokens
 MARGIN = 1.1  # factor on the average states per row, for sizes as large as any drawn
-READS = 8  # columns that a head reads are a multiple of this
+READS = 8  # the number of columns that a head reads is a multiple of this
 
 
 class Sizes(NamedTuple):
@@ -45,9 +45,9 @@ class Sizes(NamedTuple):
 def best_form(forms: Sequence[Form], sample: HostArray) -> Form:
     """Chooses the form whose minibatches take the fewest tokens.
 
-    A wider row must save 1 - `WIDTH_GAIN`, as it makes attention dearer wherever all
-    logits are in memory at once. If prompts fill half of a padded row, no two texts fit
-    into a packed row of the same width.
+    Rows wider than padded ones help where prompts fill half of a row, because no two
+    texts then fit into a row of the same width. A wider row must save 1 - `WIDTH_GAIN`
+    of the tokens, as it makes attention dearer where all its logits are in memory.
 
     Args:
       forms: differ in the width only, narrowest first.

@@ -266,7 +266,7 @@ UNBIASED_K3 = Penalty(
     placement="loss",
     importance_weights="token",
 )
-"""ρ·k3 of DeepSeek-V3.2 (2025), arXiv:2512.02556, section 3.1, ρ = π/μ differentiated.
+"""ρ·k3 of DeepSeek-V3.2 (2025), arXiv:2512.02556, section 3.1, with ∇ρ, ρ = π/μ.
 
 As ∇(ρ·k3(x)) = ρ·x·∇log π, its gradient is that of k2 with the weight ρ: the reverse
 KL at the prefixes of the sampler μ, however old. k3 alone has that of a forward KL.

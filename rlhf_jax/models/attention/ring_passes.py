@@ -45,9 +45,9 @@ def forward(
 
     Args:
       arrays: q [..., d], k and v, of this device.
-      turn: (q, k, v) and the device whose keys these are, to attention over these keys
-        floats[..., d] and the log-denominators of its softmax f32[...], very low and
-        finite where a query sees none of the keys.
+      turn: maps (q, k, v) and the device whose keys these are to the attention over
+        these keys, floats[..., d], and the log-denominators of its softmax, f32[...],
+        which are very low but finite where a query sees none of the keys.
       count: c, devices.
       sinks: logits without a value, of a shape that broadcasts to f32[...]; or None.
 
@@ -79,8 +79,8 @@ def backward(
     """Gradients of q, k and v; those of keys and values travel with their keys.
 
     Args:
-      turn: (q, k, v) and the device whose keys these are, to the gradients of all
-        three, from the denominators over all keys; they are summed in float32.
+      turn: maps (q, k, v) and the device whose keys these are to the gradients of all
+        three, with the denominators over all keys. Gradients are summed in float32.
 
     Returns:
       In the shapes and dtypes of q, k and v.

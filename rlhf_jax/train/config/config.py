@@ -77,6 +77,7 @@ class PolicyGradientConfig(RunConfig):
     makes: ClassVar[type[PolicyGradient]]
     """The algorithm that the recipe configures; it has the recipe's fields."""
     default_kl_coef: ClassVar[float] = 0.05
+    """β of a run with a reference and without --kl-coef, reward units per nat."""
     needs_reward: ClassVar[bool] = True
     """Whether the method cannot learn without a reward."""
     reads_hidden_states: ClassVar[bool] = False

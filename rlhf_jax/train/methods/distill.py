@@ -27,8 +27,9 @@ cpu or pinned_host gives it devices of its own, or takes it off the device. It r
 hidden states: no array over tokens and vocabulary is ever made.
 
 Memory: the student in float32 four times, the teacher once as it is stored, its output
-head once more, and the teacher's hidden states of a batch. Expect objective/kl, the KL
-from student to teacher, to fall. OUT/model is a Hugging Face checkpoint.
+head once more, and the teacher's hidden states of a batch. Expect objective/kl,
+KL(student ‖ teacher) in nats per response, to fall. OUT/model is a Hugging Face
+checkpoint.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from rlhf_jax import audit
 
 
 def nemo_rl(batch: audit.Batch, *, by_sampler: bool = False) -> jax.Array:
-    """Mean over tokens of ratio·k3, clipped to ±10, with the log ratio clipped to ±20.
+    """Mean over tokens of ratio·k3, clipped to ±10; log ratios to ±20 nats.
 
     The ratio is π over the sampler, or π over itself: 1, with a gradient. It has no
     gradient where the log ratio is clipped.

@@ -1,8 +1,8 @@
 """Qwen 3.5, the dense language model: three DeltaNet layers per layer of attention.
 
     linear_attention    `delta_net.py`
-    full_attention      as in Qwen 3, with its output multiplied by sigmoid of a gate
-                        and heads that rotate in part
+    full_attention      as in Qwen 3, but its output is multiplied by the sigmoid of a
+                        gate, and only a part of each head rotates
 
 Norms are stored as their difference from 1, except the norm of a DeltaNet.
 """
