@@ -15,6 +15,7 @@ from rlhf_jax.devices.placement import WITH_POLICY, Place, PlaceOption
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import folder
+from rlhf_jax.runs.command_line import config_file
 from rlhf_jax.runs.folder import (
     check_run,
     open_run,
@@ -169,6 +170,13 @@ def test_a_file_that_is_not_a_config_is_refused(tmp_path, text, expected):
 def test_a_missing_config_file_is_refused(tmp_path):
     with pytest.raises(InputError, match="No such file"):
         read_config(tmp_path / "config.json")
+
+
+def test_a_recorded_config_under_another_name_is_refused(tmp_path):
+    copy = tmp_path / "mine.json"
+    copy.write_text('{"config": {"num_steps": 3}, "versions": {}}')
+    with pytest.raises(InputError, match=r"mine.json: .* got the config.json of a run"):
+        config_file.read(copy)
 
 
 def test_an_existing_run_needs_resume(tmp_path):

@@ -125,7 +125,7 @@ OWN = [
     ("deep", written("config.json", b"[" * 10_000), "config.json|tokenizer.json"),
     ("bytes", written("config.json", b"\xff"), "config.json|tokenizer.json"),
     ("config is a folder", a_folder("config.json"), "config.json|tokenizer.json"),
-    ("no type", config(model_type=...), "expected model_type to be one of"),
+    ("no type", config(model_type=...), "got none; .* which is RUN/model for a run"),
     ("type", config(model_type="gpt9"), "expected model_type to be one of"),
     ("null type", config(model_type=None), "expected model_type to be one of"),
     ("number's type", config(model_type=3), "expected model_type to be a text"),

@@ -71,7 +71,10 @@ def load(
         exported.require(folder)
         config = _config(folder)
         family = layout.family_of(config)
-        elsewhere = {family.classifier: "read it with hf.load_reward"}
+        elsewhere = {
+            family.classifier: "a reward model is for --reward-model, or read it with "
+            "hf.load_reward"
+        }
         layout.expect_architecture(config, family.causal, elsewhere=elsewhere)
         tensors = _tensors(folder, of=path_or_repo_id)
         tied = family.config_from_hf(config)
@@ -111,7 +114,10 @@ def load_reward(
         exported.require(folder)
         config = _config(folder)
         family = layout.family_of(config)
-        elsewhere = {family.causal: "read it with hf.load"}
+        elsewhere = {
+            family.causal: "train one with `rlhf-jax reward-model`, or read it with "
+            "hf.load"
+        }
         layout.expect_architecture(config, family.classifier, elsewhere=elsewhere)
         labels = config.get("num_labels", len(config.get("id2label", "ab")))
         if labels != 1:

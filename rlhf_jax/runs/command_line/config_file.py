@@ -21,7 +21,8 @@ def read(path: Path) -> dict[str, Any]:
     The config.json of a run has all fields; `out` is the folder of that file.
 
     Raises:
-      InputError: the file cannot be read or parsed, or holds no fields.
+      InputError: the file cannot be read or parsed, or holds no fields, or it is a
+        recorded config under another name.
     """
     if path.name == folder.CONFIG:
         fields = folder.read_config(urls.fetched(path))
@@ -32,8 +33,15 @@ def read(path: Path) -> dict[str, Any]:
             f"--config {path}: expected a name that ends in .toml, .yaml, .yml or "
             f".json, got {path.suffix!r}; rename it"
         )
-    return parsing.read_object(
+    fields = parsing.read_object(
         urls.fetched(path),
         expected=f"options by their names in {path.suffix[1:]}",
         advice="name them, as in the config.json of a run",
     )
+    if fields.keys() >= {"config", "versions"}:
+        raise InputError(
+            f"--config {path}: expected options by their names, got the "
+            f"{folder.CONFIG} of a run under another name; give RUN/{folder.CONFIG}, "
+            f'or a file with what is in its "config"'
+        )
+    return fields

@@ -369,6 +369,8 @@ def test_a_function_by_name(tmp_path, monkeypatch):
     }.items():
         with pytest.raises(InputError, match=complaint):
             command_line.load_function(spec)
+    with pytest.raises(InputError, match=r"^--reward: .* as my_module:my_function$"):
+        command_line.load_function("users_module", called="--reward")
 
 
 class Callable:
