@@ -220,8 +220,10 @@ def load_function(
     function = vars(module).get(name)
     if not callable(function):
         got = "no such name" if function is None else type(function).__name__
+        # Neither a built-in module nor a folder without __init__.py has a file.
+        place = getattr(module, "__file__", None) or f"the module {module_name}"
         raise InputError(
-            f"{spec}: expected a {kind} {name} in {module.__file__}, got {got}; "
+            f"{spec}: expected a {kind} {name} in {place}, got {got}; "
             f"define it there, or name another"
         )
     if takes is not None:

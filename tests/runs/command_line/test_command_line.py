@@ -365,6 +365,7 @@ def test_a_function_by_name(tmp_path, monkeypatch):
         "users_module:": "expected module:function",
         "users_module:g": r"expected a function g in .*users_module.py, got no such na",
         "users_module:number": "got int; define it there, or name another",
+        "sys:path": "expected a function path in the module sys, got list",
         "no_such_module:f": "ModuleNotFoundError: No module named 'no_such_module'",
     }.items():
         with pytest.raises(InputError, match=complaint):
