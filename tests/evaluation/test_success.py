@@ -101,7 +101,7 @@ def test_a_k_beyond_the_samples_is_refused(k):
 
 def test_counts_that_do_not_fit_are_refused():
     with pytest.raises(
-        InputError, match="correct: .* at least 0 and of at most 3, got 4"
+        InputError, match=r"correct: .* at least 0 and of at most 3, got 4"
     ):
         success.pass_at_k(4, num_samples=3, k=1)
     with pytest.raises(InputError, match="right: expected one entry for each of the 2"):
