@@ -159,7 +159,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
       InputError: the file is missing, or is not the summary of a run.
     """
     summary = parsing.read_object(
-        folder / "summary.json",
+        folder / run_files.SUMMARY,
         expected="the summary of a run",
         advice="remove it, and the folder too where a sweep is to run it again",
         shape=SUMMARY,
