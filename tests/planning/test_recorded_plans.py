@@ -139,6 +139,61 @@ def test_experts_that_a_token_reads():
     assert turn["memory"] < 1.02 * turn["by_hand"]
 
 
+MIXTURES = (
+    "qwen3-30b-a3b-grpo-v5p-4x4x4",
+    "qwen3-30b-a3b-grpo-h100-8x8",
+)
+
+
+def test_mixtures():
+    columns = []
+    for name in MIXTURES:
+        result = recorded(name)
+        [turn] = [one["seconds_of_turn"] for one in result["programs"] if one["turns"]]
+        token = (f"{1e3 * turn[part]:.2f}" for part in ("by_hand", "memory", "bound"))
+        mesh = result["sampler"].removeprefix("Sampling on ").partition(":")[0]
+        experts = turn.get("expert_bytes")
+        peak, most = result["peak"]["total"] / GIB, result["chip"]["memory"] / GIB
+        tokens = result["tokens_per_second_per_chip"]
+        columns.append(
+            [
+                f"{peak:.1f} of {most:.1f}",
+                f"`{mesh}`",
+                "; ".join(token),
+                "–" if experts is None else f"{experts / 1e9:.2f}",
+                " / ".join(f"{part:.0%}" for part in result["shares"].values()),
+                f"{result['seconds']:.1f}; {tokens:,.0f}",
+            ]
+        )
+    cells = table("| Qwen3-30B-A3B, GRPO,", README)
+    rows_of_all = [list(row) for row in zip(*columns, strict=True)]
+    assert [cell[1:] for cell in cells] == rows_of_all
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_rows_travel_to_their_experts_and_no_weights_of_others(name):
+    """A row of 4,096 tokens a chip: of 48 layers of 128 experts a token meets 8."""
+    result = recorded(name)
+    matrix = 2048 * 768
+    data, tensor = (result["sampler_mesh"][axis] for axis in ("data", "tensor"))
+    [turn] = [one["seconds_of_turn"] for one in result["programs"] if one["turns"]]
+    met = 48 * 128 * (1 - (1 - 8 / 128) ** (64 // data))
+    assert turn["expert_bytes"] == pytest.approx(2 * 3 * met * matrix / tensor)
+    assert turn["memory"] > turn["expert_bytes"] / result["chip"]["bandwidth"]
+    # Two sums per layer, and what is drawn: no row's logits of a router.
+    assert 2 * 48 < turn["exchanges"] <= 2 * 48 + 5
+    for program, passes in (("the reference", 1), ("learning", 3)):
+        [row] = [one for one in result["programs"] if one["name"] == program]
+        sent = [one for one in row["collectives"] if one["kind"] == "ragged-all-to-all"]
+        [there] = [one for one in sent if one["size"] == 2 * 4096 * 8 * 2048]
+        assert (there["devices"], there["times"]) == (8, 2 * 48 * passes)
+        # The 16 experts of a device, over those that share these with it.
+        # GPUs gather the record of routing too, i32[64, 4096, 48, 8], once.
+        gathered = [one for one in row["collectives"] if one["kind"] == "all-gather"]
+        sizes = {one["size"] for one in gathered} - {4 * 64 * 4096 * 48 * 8}
+        assert max(sizes) <= 2 * 16 * matrix
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
