@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from rlhf_jax.algorithms.batch import Rollout, Scored
 from rlhf_jax.algorithms.flow.rollout import response_logprobs
-from rlhf_jax.functional import checks
+from rlhf_jax.functional import checks, masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty, reward_kl
 from rlhf_jax.models.config import ModelConfig
@@ -227,10 +227,8 @@ def value_mask(rollout: Rollout, *, after_stop: bool) -> Array:
     mask = rollout.response_mask
     if not after_stop:
         return mask
-    columns, last = _last(mask)
-    # A full row has no column left: its score is placed on the last token. A row
-    # without a response (-1) must not mark column 0.
-    return mask | ((columns == last + 1) & (last >= 0))
+    # A full row has no column left: its score is placed on the last token.
+    return mask | jnp.pad(masked.last_true(mask)[:, :-1], ((0, 0), (1, 0)))
 
 
 def num_responses(mask: Array, *, row_mask: Array | None) -> Array:
@@ -238,12 +236,6 @@ def num_responses(mask: Array, *, row_mask: Array | None) -> Array:
     if row_mask is None:
         return jnp.asarray(mask.shape[0], jnp.float32)
     return row_mask.sum(dtype=jnp.float32)
-
-
-def _last(mask: Array) -> tuple[Array, Array]:
-    """i32[1, S], all columns, and i32[B, 1], the last column of each mask or -1."""
-    columns = jnp.arange(mask.shape[1], dtype=jnp.int32)[None, :]
-    return columns, jnp.max(columns, axis=1, where=mask, initial=-1, keepdims=True)
 
 
 @jax.named_scope("values")
@@ -317,6 +309,5 @@ def reference_logprobs(
 
 def ended(rollout: Rollout, *, stop_ids: tuple[int, ...]) -> Array:
     """bool[B]: the response's last token is a stop token."""
-    columns, last = _last(rollout.response_mask)
     stops = jnp.isin(rollout.tokens, jnp.asarray(stop_ids, jnp.int32))
-    return (stops & (columns == last)).any(axis=1)
+    return (stops & masked.last_true(rollout.response_mask)).any(axis=1)
