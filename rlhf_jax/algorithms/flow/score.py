@@ -31,15 +31,12 @@ def score(
     scores: Array,
     reference: Frozen | None,
     model: ModelConfig,
-    critic: Params | None,
-    critic_model: ModelConfig | None,
     max_new_tokens: int,
     temperature: float,
     penalty: Penalty = IN_REWARD,
     policy: Params | None = None,
     ref_logprobs: Array | None = None,
     values: Array | None = None,
-    value_after_stop: bool = False,
     packing: SizedPacking | None = None,
     turn_rewards: Array | None = None,
     row_mask: Array | None = None,
@@ -50,16 +47,13 @@ def score(
     Args:
       scores: f32[B], reward units, one per response.
       reference: None, without `ref_logprobs`, leaves `ref_logprobs` and `kl` None.
-      critic, critic_model: None leaves `values` None, unless they are passed.
       penalty: the KL in the reward is computed here. With placement None it is only
         measured (`kl_stats`).
       policy: parameters of the policy, read for an exact KL in the reward, which needs
         the hidden states of both models (`Penalty.reward_needs_logits`).
       ref_logprobs: f32[B, S], nats, if `reference_logprobs` ran before, as on devices
         of its own; `reference` is then run for exact KL only.
-      values: f32[B, S], reward units, if `response_values` ran before, as while the
-        host computed the scores.
-      value_after_stop: value the state after the last token too (N+).
+      values: f32[B, S], reward units, of `response_values`; None without a critic.
       row_mask: bool[B], responses that have a score; None is all.
       replays_reference: route tokens to the rollout's experts in the reference, too.
 
@@ -67,8 +61,8 @@ def score(
       Scored[B, S]; every per-token array is 0 outside the response.
 
     Raises:
-      ValueError: scores is not one number per row. InputError: the critic has no shape,
-        or exact KL lacks `policy` or `reference`.
+      ValueError: scores is not one number per row. InputError: exact KL lacks `policy`
+        or `reference`.
     """
     checks.shape((rollout.tokens.shape[0],), scores=scores)
     checks.float32(scores=scores)
@@ -116,17 +110,6 @@ def score(
         if exact is not None and penalty.direction == "reverse" and not penalty.top_k:
             rows = num_responses(mask, row_mask=row_mask)
             kl_stats |= {"objective/kl_exact": (exact.sum(), rows)}
-    if critic is not None and values is None:
-        if critic_model is None:
-            raise InputError("expected the critic's shape with the critic, got None")
-        values = response_values(
-            critic,
-            rollout=rollout,
-            model=critic_model,
-            max_new_tokens=max_new_tokens,
-            after_stop=value_after_stop,
-            packing=packing,
-        )
     return Scored(
         rollout=rollout,
         scores=scores,
