@@ -1,4 +1,4 @@
-"""The build backend: setuptools, with a README that needs no checkout beside it."""
+"""The build backend: setuptools, with a README that needs no checkout."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ RELATIVE = re.compile(r"!?\[([^\]]*)\]\((?![a-z]+:)([^)\s]+)\)")
 
 
 def description(readme: str, *, source: str | None) -> str:
-    """The README on a package index, where a relative link leads to nothing.
+    """The README for a package index, without relative links.
 
     Args:
-      source: address of the repository, to which links then lead; None puts the words
-        of a link, and the description of an image, in its place.
+      source: address of the repository to which links lead; None replaces each link by
+        its text and each image by its description.
     """
 
     def replaced(match: re.Match[str]) -> str:
@@ -32,10 +32,10 @@ def description(readme: str, *, source: str | None) -> str:
 
 
 class Backend(build_meta._BuildMetaBackend):
-    """setuptools' own, but for the long description."""
+    """The backend of setuptools with another long description."""
 
     def run_setup(self, setup_script: str = "setup.py") -> None:
-        """Runs the command that is in sys.argv, as every hook does."""
+        """Runs the command in sys.argv, as every hook does."""
         project = tomllib.loads(Path("pyproject.toml").read_text("utf-8"))["project"]
         setuptools.setup(
             long_description=description(

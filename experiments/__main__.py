@@ -1,6 +1,7 @@
 """Runs an experiment: `python experiments studies.distillation --out runs/distill`.
 
-Its folders import each other by their names here (`from worlds import reviews`).
+Modules of experiments import each other relative to this folder, as in
+`from worlds import reviews`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def experiments() -> dict[str, str]:
-    """{"studies.distillation": the first line of its docstring} of what can be run."""
+    """Returns {name: first line of the docstring} of every script in this folder."""
     lines = {}
     for file in sorted(HERE.rglob("*.py")):
         text = file.read_text(encoding="utf-8")
@@ -28,7 +29,7 @@ def experiments() -> dict[str, str]:
 
 
 def main() -> None:
-    """The experiment that the first argument names, with the other arguments."""
+    """Runs the experiment that the first argument names, with the other arguments."""
     known = experiments()
     name = sys.argv[1] if len(sys.argv) > 1 else None
     if name not in known:

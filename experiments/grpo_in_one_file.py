@@ -4,11 +4,11 @@
 
     maximise  E[score(x, y)] - β·KL(π ‖ π_ref)       x a prompt, y ~ π(·|x) a response
 
-Read it from top to bottom: 1. the language, 2. the model, 3. the sampler, 4. what an
-update reads, 5. the loss, 6. the updates, 7. the whole. It imports JAX, Flax, optax and
-NumPy alone, and a test holds its updates against those of the library.
-`diff ppo_in_one_file.py grpo_in_one_file.py` shows what GRPO is. In 65 seconds of
-CPU time the score rises from about -0.4 to 1.3, at 2 to 4 nats of KL.
+Read it from top to bottom: 1. the language, 2. the model, 3. the sampler, 4. the
+experience, 5. the loss, 6. the updates, 7. the training run. It imports only JAX, Flax,
+optax and NumPy, and a test compares its updates with the library's.
+`diff ppo_in_one_file.py grpo_in_one_file.py` shows how GRPO differs from PPO. In 65
+seconds of CPU time the score rises from about -0.4 to 1.3, at 2 to 4 nats of KL.
 
 Column t of every array is about tokens[:, t]:
 
@@ -39,21 +39,21 @@ Params = Any
 Stats = dict[str, Array]
 
 NUM_STEPS, BATCH_SIZE = 40, 128  # iterations, and responses in each
-NUM_EPOCHS, NUM_MINIBATCHES = 4, 4  # passes over them, and optimizer steps per pass
+NUM_EPOCHS, NUM_MINIBATCHES = 4, 4  # passes over a batch, optimizer steps per pass
 LEARNING_RATE = 5e-4  # falls to 0 linearly
-GROUP_SIZE = 8  # G, responses to each prompt, in neighbouring rows
-KL_COEF = 0.2  # β, per nat; with 0 nothing holds the policy
-TEMPERATURE = 0.7  # divides the logits in every role: else KL(π ‖ π) would not be 0
+GROUP_SIZE = 8  # G, responses per prompt, in adjacent rows
+KL_COEF = 0.2  # β, reward units per nat; 0 removes the penalty
+TEMPERATURE = 0.7  # divides the logits in every role, so that KL(π ‖ π) = 0
 CLIP_RANGE = 0.2  # ε of probability ratios
-MISSING_STOP_SCORE = -3.0  # of a response that never ends
+MISSING_STOP_SCORE = -3.0  # the score of a response without EOS
 SFT_STEPS, SFT_LEARNING_RATE = 400, 3e-3
 
 
-# 1. The language: a part of the quickstart's reviews of products, as to the prompt
-#    "review : the blue kettle ." the response "it works well . we love it . <eos>".
+# 1. The language: a part of the quickstart's product reviews. A response to the prompt
+#    "review : the blue kettle ." is "it works well . we love it . <eos>".
 
 PAD, EOS = 0, 1
-GRADES = {  # of opinion words: how much they say for the product
+GRADES = {  # {opinion word: how favourable it is}
     word: grade
     for grade, words in {
         2: "amazing brilliant excellent superb wonderful flawlessly adore love",
@@ -74,7 +74,7 @@ PROMPTS = {  # {prompt: whether its product is plural}
 
 
 def sentences(opinion: str, *, plural: bool) -> list[str]:
-    """The sentences with an opinion word, which agree with the product in number."""
+    """Returns the sentences with an opinion word; they agree with the product."""
     forms = "they them are work" if plural else "it it is works"
     it, them, are, work = forms.split()
     if opinion in VERBS:
@@ -92,21 +92,21 @@ OPINION_OF = {  # {whether plural: {sentence: its opinion word}}
 TEXTS = (*PROMPTS, *OPINION_OF[False], *OPINION_OF[True])
 WORDS = ("<pad>", "<eos>", *sorted({word for text in TEXTS for word in text.split()}))
 IDS = {word: number for number, word in enumerate(WORDS)}
-PROMPT_COLUMNS, RESPONSE_COLUMNS = 6, 22  # of the longest, and one to spare
+PROMPT_COLUMNS, RESPONSE_COLUMNS = 6, 22  # the longest texts, and one column to spare
 
 
 def write_review(rng: Random, *, plural: bool) -> str:
-    """One to four sentences, no opinion word twice, then <eos>."""
+    """Writes one to four sentences, no opinion word twice, then <eos>."""
     opinions = rng.sample(list(GRADES), k=rng.randint(1, 4))
     chosen = [rng.choice(sentences(word, plural=plural)) for word in opinions]
     return " ".join([*chosen, "<eos>"])
 
 
 def is_fluent(response: str, *, plural: bool) -> bool:
-    """Whether a response is of the language, <eos> included."""
-    *said, end = response.split(" . ")
-    opinions = {OPINION_OF[plural].get(f"{sentence} .") for sentence in said}
-    return end == "<eos>" and len(opinions - {None}) == len(said) > 0
+    """Whether a response belongs to the language, <eos> included."""
+    *parts, end = response.split(" . ")
+    opinions = {OPINION_OF[plural].get(f"{sentence} .") for sentence in parts}
+    return end == "<eos>" and len(opinions - {None}) == len(parts) > 0
 
 
 class Texts(NamedTuple):
@@ -118,7 +118,7 @@ class Texts(NamedTuple):
 
 
 def texts_of(prompts: Sequence[str], responses: Sequence[str] = ()) -> Texts:
-    """Responses, or room for them, from column PROMPT_COLUMNS on."""
+    """Encodes texts; responses, or padding, begin at column PROMPT_COLUMNS."""
     shape = (len(prompts), PROMPT_COLUMNS + RESPONSE_COLUMNS)
     tokens, mask = np.full(shape, PAD, np.int32), np.zeros(shape, bool)
     for row, pair in enumerate(zip_longest(prompts, responses, fillvalue="")):
@@ -133,14 +133,14 @@ def texts_of(prompts: Sequence[str], responses: Sequence[str] = ()) -> Texts:
 def score_of(texts: Texts) -> Array:
     """s = 2 tanh(Σ grade / 4) - ½((n - 12) / 6)², f32[B]: praise, in about 12 words.
 
-    Σ runs over the distinct words of a response, and n counts them all before <eos>.
-    Grammar is not read: what keeps the policy's language is the KL to the reference.
+    Σ runs over the distinct words of a response; n counts its words before <eos>. The
+    score ignores grammar: only the KL to the reference keeps the policy's language.
     """
     tokens, mask = texts.tokens, texts.response_mask
     grades = jnp.array([GRADES.get(word, 0) for word in WORDS], jnp.float32)
-    said = (nn.one_hot(tokens, len(WORDS), dtype=bool) & mask[..., None]).any(axis=1)
+    used = (nn.one_hot(tokens, len(WORDS), dtype=bool) & mask[..., None]).any(axis=1)
     num_words = jnp.sum(mask & (tokens != EOS), axis=1)
-    score = 2 * jnp.tanh(said @ grades / 4) - 0.5 * jnp.square((num_words - 12) / 6)
+    score = 2 * jnp.tanh(used @ grades / 4) - 0.5 * jnp.square((num_words - 12) / 6)
     return jnp.where((mask & (tokens == EOS)).any(axis=1), score, MISSING_STOP_SCORE)
 
 
@@ -179,7 +179,7 @@ class Decoder(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: Array, mask: Array) -> tuple[Array, Array]:
-        # Padding has no position: prompts of any length begin at 0.
+        # Padding does not count: the first token of every prompt has position 0.
         positions = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
         visible = mask[:, None, :] & jnp.tri(tokens.shape[1], dtype=bool)[None]
         embed = nn.Embed(len(WORDS), self.width, name="tokens")
@@ -207,9 +207,9 @@ def logprobs_of(policy: Params, texts: Texts, *, temperature: float) -> Array:
 
 
 def sample(policy: Params, prompts: Texts, *, key: Array) -> Texts:
-    """y_t ~ π(· | x, y_<t), a token at a time, until <eos>; prompts have no responses.
+    """y_t ~ π(· | x, y_<t), a token at a time, until <eos>; `prompts` has no responses.
 
-    Each step reads all tokens again, which a cache of keys and values would save.
+    Each step runs the model on all tokens again; a key-value cache would avoid this.
     """
 
     def step(column: Array, carry: tuple[Array, Array, Array]) -> Any:
@@ -227,11 +227,11 @@ def sample(policy: Params, prompts: Texts, *, key: Array) -> Texts:
     return Texts(tokens, mask, mask & ~prompts.mask)
 
 
-# 4. What an update reads. It stands still while the policy moves.
+# 4. The experience: what the updates read. It stays fixed while the policy changes.
 
 
 class Experience(NamedTuple):
-    """A rollout, and f32[B, S] that are 0 outside the response."""
+    """A rollout and arrays f32[B, S], which are 0 outside the response."""
 
     texts: Texts
     old_logprobs: Array  # nats, of the policy that sampled
@@ -254,7 +254,7 @@ def group_relative(scores: Array) -> Array:
 def experience_of(
     params: Params, texts: Texts, *, reference: Params
 ) -> tuple[Experience, Stats]:
-    """A_t = A_i on every token of response i: what it is worth beside its group."""
+    """A_t = A_i on every token of response i: its score relative to its group."""
     mask = texts.response_mask
     scores = score_of(texts)
     old_logprobs = logprobs_of(params["policy"], texts, temperature=TEMPERATURE)
@@ -274,8 +274,8 @@ def loss_of(params: Params, batch: Experience) -> tuple[Array, Stats]:
     L_π = mean max(-ρA, -clip(ρ, 1 - ε, 1 + ε)A),  ρ = π / π_old of the token
     L_KL = mean k3,  k3 = exp(-x) - 1 + x,  x = log π - log π_ref
 
-    Under samples of π the mean of k3 is the KL and never negative; its gradient here is
-    that of the forward KL(π_ref ‖ π) of each token.
+    Over samples of π the mean of k3 is the KL, and k3 is never negative. Differentiated
+    here, its expected gradient is that of each token's forward KL(π_ref ‖ π).
     """
     mask, advantages = batch.texts.response_mask, batch.advantages
     logprobs = logprobs_of(params["policy"], batch.texts, temperature=TEMPERATURE)
@@ -316,16 +316,16 @@ def update(
     return params, opt, losses
 
 
-# 7. The whole: SFT, a copy of the policy as the reference, and iterations.
+# 7. The training run: SFT, a copy of the policy as the reference, and the iterations.
 
 
 def start_of(policy: Params) -> Params:
-    """What is trained: the policy alone."""
+    """The trained parameters: the policy alone."""
     return {"policy": policy}
 
 
 def fine_tuned(prompts: Sequence[str], *, rng: Random, key: Array) -> Params:
-    """SFT: L = -mean log π(y_t | x, y_<t) over reviews of the language."""
+    """SFT minimises L = -mean log π(y_t | x, y_<t) over reviews of the language."""
     optimizer = optax.adam(optax.cosine_decay_schedule(SFT_LEARNING_RATE, SFT_STEPS))
 
     def loss_of(policy: Params, texts: Texts) -> Array:
@@ -347,7 +347,7 @@ def fine_tuned(prompts: Sequence[str], *, rng: Random, key: Array) -> Params:
 
 
 def report(name: str, prompts: Sequence[str], texts: Texts, stats: Stats) -> list[str]:
-    """Prints what became of a rollout, and returns its responses."""
+    """Prints the score, KL and fluency of a rollout, and returns its responses."""
     rows = np.array(texts.tokens[:, PROMPT_COLUMNS:])
     responses = [" ".join(WORDS[i] for i in row if i != PAD) for row in rows]
     pairs = zip(prompts, responses, strict=True)
@@ -363,7 +363,7 @@ def main(seed: int) -> None:
     prompts = rng.sample(list(PROMPTS), k=len(PROMPTS))
     held_out, prompts = prompts[:16] * 16, prompts[16:]
     policy = fine_tuned(prompts, rng=rng, key=init_key)
-    # A copy, as the updates take over the memory of the policy. Nothing writes to it.
+    # A copy: the updates reuse the policy's memory (donation), never the reference's.
     reference = jax.tree.map(jnp.copy, policy)
     at_first = jax.tree.map(np.array, reference)
     params = start_of(policy)

@@ -1,18 +1,20 @@
-"""The whole of RLHF on a laptop: SFT, a reward model, PPO against a frozen reference.
+"""The RLHF pipeline on a laptop: SFT, a reward model, PPO against a frozen reference.
 
     python experiments/quickstart.py --out runs/quickstart
 
-A small model learns a language of product reviews, whose grammar (`worlds/`) makes
-fluency exact. Pairs of its own samples are labelled by a noisy gold judge who stands in
-for people; a reward model learns from the labels alone; PPO improves the policy against
-the reward model while the KL penalty holds it near the frozen reference. The table at
-the end asks the gold judge, whom nothing was trained on.
+A small model learns a language of product reviews. The grammar of the language
+(`worlds/`) makes fluency exact: a response parses or it does not. A noisy gold judge,
+who stands in for people, labels pairs of the model's samples. A reward model learns
+from the labels alone, and PPO improves the policy against the reward model while the KL
+penalty keeps it near the frozen reference. The table at the end reports the noise-free
+gold score, on which nothing was trained.
 
-Two idle CPU cores take about two minutes. Expect, over seeds 0 to 2, the gold score up
-from -0.11 to 1.09 - 1.22 (its standard deviation in the reference is 0.81), a KL of 2.2
-to 3.8 nats, fluency 0.86 - 0.91 (reference 0.93 - 0.95) and hardly two responses alike.
-With `--kl-coef 0` the reward-model score is higher still, at a KL of 80 nats where no
-response parses and a fifth are copies. Recorded curves are in `recorded/quickstart`.
+The run takes about two minutes on two idle CPU cores. Over seeds 0 to 2 the gold score
+rises from -0.11 to 1.09 - 1.22 (its standard deviation under the reference is 0.81), at
+a KL of 2.2 to 3.8 nats per response. Fluency is 0.86 - 0.91 (reference 0.93 - 0.95) and
+hardly two responses are equal. With `--kl-coef 0` the reward-model score is higher
+still, but the KL is 80 nats, no response parses and a fifth are copies. Recorded curves
+are in `recorded/quickstart`.
 """
 
 from __future__ import annotations
@@ -106,7 +108,7 @@ def improve(
     algorithm: ppo.PPO,
     options: Config,
 ) -> Params:
-    """Stage 3: PPO, score - kl_coef · KL to the reference."""
+    """Stage 3: PPO maximises score - kl_coef · KL to the reference."""
     prompts = batches.prompt_batches(
         TRAIN_PROMPTS,
         batch_size=options.batch_size,
@@ -180,7 +182,7 @@ def improve(
 def check_start(
     policy: Params, answered: Rollout, reference: Frozen, algorithm: ppo.PPO
 ) -> None:
-    """PPO proves itself before its first update."""
+    """Stops unless trainer and sampler agree and the KL starts at 0."""
     measured = jax.jit(
         functools.partial(
             self_check.measure,
@@ -207,7 +209,7 @@ def main(options: Config) -> None:
             temperature=options.temperature,
         )
     )
-    # One root key; every use folds in its own number, every step its own after that.
+    # Every use of the root key folds in a number of its own, and then its step.
     root = jax.random.key(options.seed)
     init_key, pair_key, head_key, ppo_key, test_key = (
         jax.random.fold_in(root, number) for number in range(5)

@@ -1,4 +1,4 @@
-"""Bad inputs to the trainers: a command line each that must be refused in one message.
+"""Bad inputs to the trainers: command lines that must be refused in one message.
 
 A case is what is wrong, as arguments after those of a run that is in order. `refused`
 runs it as the command line does and checks what every refusal has in common.
@@ -53,22 +53,22 @@ MESSAGE = re.compile(r"^error: ", re.MULTILINE)
 
 
 class Case(NamedTuple):
-    """Arguments of a trainer, where {} names the folder of files in order."""
+    """Arguments of a trainer; {} stands for the folder of valid files."""
 
     trainer: str
     argv: tuple[str, ...]
-    message: str  # a regular expression that the refusal holds
+    message: str  # a regular expression that matches the refusal
 
 
 def case(trainer: str, argv: str, message: str) -> Case:
-    """A case of arguments without blanks."""
+    """Makes a case from arguments without blanks."""
     return Case(trainer, tuple(argv.split()), message)
 
 
 def by_one_each(cases: list) -> list:
-    """Parameters of what every trainer refuses alike, trainer by trainer.
+    """Test parameters for cases that every trainer refuses, trainer by trainer.
 
-    The code that refuses is shared: the quick tests try each on one trainer in turn.
+    Trainers share the code, so the quick tests try each case on one trainer in turn.
     """
     every = len(cases) // len(TRAINERS)
     return [
@@ -81,12 +81,12 @@ def by_one_each(cases: list) -> list:
 
 
 def name(of) -> str | None:
-    """The test's name of a case."""
+    """The test id of a case."""
     return f"{of.trainer}:{' '.join(of.argv)}"[:60] if isinstance(of, Case) else None
 
 
 def make_files(folder: Path) -> Path:
-    """A checkpoint, a reward model and each trainer's data, all in order."""
+    """Writes a valid checkpoint, reward model and data of each trainer."""
     toy_files.checkpoint(folder / "model")
     toy_files.reward_model(folder / "scorer")
     for trainer, row in ROWS.items():
@@ -100,7 +100,7 @@ def make_files(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def loading_once():
-    """A checkpoint that was loaded whole is not read again."""
+    """Caches checkpoints by the arguments of `pretrained.load`."""
     load, loaded = pretrained.load, {}
 
     def load_once(*args, sharding, **options):
@@ -115,7 +115,7 @@ def loading_once():
 
 
 def in_order(trainer: str, files: Path) -> list[str]:
-    """The arguments of a run that is in order, without --out."""
+    """The arguments of a valid run, without --out."""
     words = ["--model", str(files / "model"), DATA[trainer]]
     words += [str(files / f"{trainer}.jsonl"), *OPTIONS[trainer]]
     if trainer == "grpo":
@@ -124,7 +124,7 @@ def in_order(trainer: str, files: Path) -> list[str]:
 
 
 def refused(capsys, trainer: str, argv, *, files: Path, out: Path, message: str) -> str:
-    """Checks status 2, one message that says `message`, and that `out` is left as is.
+    """Checks status 2, one message that matches `message`, and that `out` is unchanged.
 
     A message is a line or paragraph that begins with "error:".
     """
@@ -146,7 +146,7 @@ def refused(capsys, trainer: str, argv, *, files: Path, out: Path, message: str)
 
 
 def contents(folder: Path) -> dict[str, bytes] | None:
-    """What a path holds, None where there is nothing."""
+    """{path: bytes} of a file or folder; None if it does not exist."""
     with contextlib.suppress(OSError, ValueError):
         if folder.is_file():
             return {"": folder.read_bytes()}

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 
 class Template(NamedTuple):
-    """A template, its tokens, and what a conversation may hold."""
+    """A template, its tokens, and the features of its conversations."""
 
     text: str
     special: tuple[str, ...]
@@ -38,11 +38,11 @@ class Template(NamedTuple):
     """Ends the assistant's turn."""
     bos: str | None = None
     system: bool = True
-    """Whether there may be a message of the system."""
+    """Whether the template accepts a system message."""
     tools: str = ""
-    """The role of what tools return; "" for none."""
+    """The role of tool results; "" if the template has none."""
     opening: str = ""
-    """What begins a turn that it asks for, and not one that was answered."""
+    """The text that begins a requested turn, but not a completed one."""
 
 
 GPT2 = Template(

@@ -1,4 +1,4 @@
-"""Eight CPU devices, warnings as errors (pyproject), no silent rank promotion."""
+"""Settings of all tests: eight CPU devices, tiers, shares, limits and fixtures."""
 
 import argparse
 import collections
@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-# The time of these tests is the compiler's: kernels are neither optimised, nor split
-# for parallel compilation, nor sent through MLIR (half of the time; jaxlib 0.11 has no
-# such flag), while the programs that XLA makes of ours stay those of a real run.
+# Compilation dominates the time of these tests, so kernels are neither optimised, nor
+# split for parallel compilation, nor sent through MLIR (half of the time; jaxlib 0.11
+# has no such flag). The HLO programs are still those of a real run.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
@@ -24,14 +24,14 @@ os.environ["XLA_FLAGS"] = (
     + " --xla_cpu_use_fusion_emitters=false" * version("jaxlib").startswith("0.10.")
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# `runs.command_line.main` would keep the programs of tests in the user's home.
+# Else `runs.command_line.main` would cache programs of tests in the user's home.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 def pytest_configure(config):
-    """Imports JAX, but for the process that only hands tests out to xdist's workers."""
+    """Imports JAX, except in the process that only distributes tests to workers."""
     option = config.option
     shares_out = getattr(option, "dist", "no") != "no" and not option.collectonly
     if not shares_out or hasattr(config, "workerinput"):
@@ -39,7 +39,7 @@ def pytest_configure(config):
 
 
 def resident() -> int:
-    """Bytes of memory that this process has; 0 where the system does not say it so."""
+    """Resident bytes of this process; 0 without /proc."""
     pages = Path("/proc/self/statm")
     if not pages.exists():
         return 0
@@ -49,16 +49,16 @@ def resident() -> int:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
     into_tiers(items)
-    result = yield  # `-m` leaves out the other tiers
+    result = yield  # `-m` deselects the other tiers
     if config.option.share is not None:
         only_a_share(config, items)
     return result
 
 
 def into_tiers(items):
-    """Of a test with `cases(quick=n)`, n quick cases, evenly spread, stay quick.
+    """Keeps n evenly spread cases of a test with `cases(quick=n)` quick.
 
-    The others go down a tier: they are slow, and with `cases(slow=n)` long.
+    Its other cases become slow. With `cases(slow=n)` the others become long.
     """
     tests = collections.defaultdict(list)
     for item in items:
@@ -80,7 +80,7 @@ def into_tiers(items):
 
 
 def share_of(text):
-    """(I, N) of "I/N"."""
+    """Parses "I/N" as (I, N)."""
     number, _, count = text.partition("/")
     if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
         raise argparse.ArgumentTypeError(
@@ -99,7 +99,7 @@ def pytest_addoption(parser):
 
 
 def only_a_share(config, items):
-    """Leaves out the tests of the other shares, by a digest of their names."""
+    """Deselects the tests of other shares, by a digest of their names."""
     number, count = config.option.share
     shares = [zlib.crc32(item.nodeid.encode()) % count for item in items]
     others = [item for item, of in zip(items, shares, strict=True) if of != number]
@@ -109,7 +109,7 @@ def only_a_share(config, items):
 
 @pytest.fixture(scope="module", autouse=True)
 def programs_let_go():
-    """Programs pile up to 4 GB in a worker that keeps those of every module."""
+    """Frees compiled programs, which would fill 4 GB in a worker otherwise."""
     yield
     if resident() > 2.0e9:
         import jax
@@ -117,7 +117,7 @@ def programs_let_go():
         jax.clear_caches()
         gc.collect()
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:  # else what is free would stay the process's own
+        if trim is not None:  # returns freed memory to the system
             trim(0)
 
 
@@ -128,18 +128,18 @@ def start_of(rng) -> dict:
 
 @pytest.fixture(autouse=True)
 def draws_of_its_own(request):
-    """Draws from a module's RNG do not depend on which tests ran before."""
+    """Resets a module's RNG, so that draws do not depend on earlier tests."""
     rng = getattr(request.module, "RNG", None)
     if rng is not None:
         rng.bit_generator.state = start_of(rng)
 
 
-QUICK_SECONDS = 300  # ten times what the slowest quick test takes
+QUICK_SECONDS = 300  # ten times the duration of the slowest quick test
 
 
 @pytest.fixture(autouse=True)
 def time_limit(request):
-    """A quick test that would not end fails, with the line where it was."""
+    """Fails a quick test that takes too long, at the line where it is."""
     if any(request.node.get_closest_marker(name) for name in ("slow", "long")):
         yield
         return
@@ -156,7 +156,7 @@ def time_limit(request):
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder of real inputs; a test that needs it is skipped without it."""
+    """The folder of real inputs; without it the test is skipped."""
     if not SHARED_DATA.is_dir():
         pytest.skip(f"real inputs are not at {SHARED_DATA}")
     return SHARED_DATA
@@ -164,7 +164,7 @@ def shared_data() -> Path:
 
 @pytest.fixture
 def rendered(monkeypatch):
-    """The figures of a run are drawn, and not only their files made."""
+    """Draws the figures of a run instead of creating empty files."""
     import library_settings
 
     monkeypatch.setattr(library_settings.Figure, "savefig", library_settings.SAVEFIG)
@@ -172,7 +172,7 @@ def rendered(monkeypatch):
 
 @pytest.fixture
 def strict_dtypes():
-    """Implicit dtype promotion raises (the tests of functional/ ask for this)."""
+    """Makes implicit dtype promotion raise; used by the tests of functional/."""
     import jax
 
     with jax.numpy_dtype_promotion("strict"):
@@ -181,14 +181,14 @@ def strict_dtypes():
 
 @pytest.fixture(scope="module")
 def quick_compilation(tmp_path_factory):
-    """For tests that compile the same programs again and again.
+    """A compilation cache for tests that compile the same programs repeatedly.
 
-    Processes that a test starts take part.
+    Processes that a test starts share it.
     """
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
-    # JAX 0.12.0 crashes now and then as it writes a program to its cache.
+    # JAX 0.12.0 sometimes crashes when it writes a program to its cache.
     if jax.__version_info__ >= (0, 11):
         yield
         return
@@ -201,7 +201,7 @@ def quick_compilation(tmp_path_factory):
         for name, (value, _) in here.items():
             patch.setenv(name.upper(), str(value))
             jax.config.update(name, value)
-        compilation_cache.reset_cache()  # it is on or off from the first program on
+        compilation_cache.reset_cache()  # the first program decides whether it is used
         yield
     for name, (_, default) in here.items():
         jax.config.update(name, default)

@@ -1,7 +1,7 @@
 """The test that recomputes each metric of the glossary, from arrays in float64.
 
-A new metric of rlhf_jax/runs/README.md gets a test of its own, or a line in the oracle
-of one that is here, and its name below. test_glossary.py compares the two lists.
+A new metric of rlhf_jax/runs/README.md needs a new test, or a line in the oracle of an
+existing one, and its name below. test_glossary.py compares the two lists.
 """
 
 BY_TEST = {

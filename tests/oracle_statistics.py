@@ -1,8 +1,8 @@
-"""What an iteration logs besides its losses, in float64, from the arrays of a rollout.
+"""Oracles of the metrics of an iteration other than losses, in float64.
 
-Like `oracles`, it never imports jax and reads nothing of the package: each number is
-what the glossary of rlhf_jax/runs/README.md says. Tables are log-probs f64[B, S, V] of
-what stands in a column, as in `oracle_updates`.
+Like `oracles`, this file never imports jax and uses nothing of the package: each number
+follows the glossary of rlhf_jax/runs/README.md. Tables are log-probs f64[B, S, V] of
+the token in a column, as in `oracle_updates`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Array = np.ndarray
 
 
 def of_responses(rows: Rows, *, old: Array, ref: Array, entropy: Array) -> dict:
-    """`objective/` and `response/` of log-probs, old and of the reference, nats."""
+    """`objective/` and `response/`, from old and reference log-probs, nats."""
     size = len(rows.tokens)
     log_ratios = {
         b: [old[b, t] - ref[b, t] for t in rows.columns(b)] for b in _all(rows)
@@ -42,11 +42,12 @@ def of_responses(rows: Rows, *, old: Array, ref: Array, entropy: Array) -> dict:
 def of_groups(
     rows: Rows, rewards: Array, *, counted: list[bool], trained: list[bool] | None
 ) -> dict:
-    """`group/`; `trained` rows, where some may be left out of the loss.
+    """`group/`, and `response/masked` if rows may be left out of the loss.
 
     Args:
-      rewards: of tokens, the KL penalty among them.
+      rewards: token rewards, including the KL penalty.
       counted: rows that a group compares.
+      trained: rows in the loss; None if all are.
     """
     totals = [math.fsum(rewards[b, t] for t in rows.columns(b)) for b in _all(rows)]
     spreads, equal = [], []
@@ -74,7 +75,7 @@ def of_weights(
     age: Array,
     correction: tuple[str, float, float | None],
 ) -> dict:
-    """`policy/sampler_...` and `policy/staleness...` of importance weights."""
+    """`policy/sampler_...` and `policy/staleness...`, from importance weights."""
     cells = oracles.entries(rows.response_mask)
     name, cap, floor = correction
     weights, _ = oracles.importance_weights(
@@ -99,11 +100,11 @@ def of_weights(
 def of_trust(
     rows: Rows, *, behaviour: Array, policy: Table, age: Array, room: int
 ) -> dict:
-    """`trust/`, of a sampler whose log-probs are `behaviour`.
+    """`trust/`, for a sampler with log-probs `behaviour`.
 
     Args:
-      policy: of the trainer, before the update.
-      room: columns of the response.
+      policy: log-probs of the trainer before the update.
+      room: number of response columns.
     """
     own, size = picked(policy, rows), rows.tokens.shape[1]
     before = size - room
@@ -147,7 +148,7 @@ def of_trust(
 
 
 def _of_duplicates(rows: Rows, behaviour: Array) -> dict:
-    """Of the neighbours that respond to one prompt."""
+    """`trust/duplicates...`, from adjacent responses to one prompt."""
     pairs = [b for b in range(len(rows.tokens) - 1) if (b + 1) % rows.group]
     texts = [tuple(rows.tokens[b, rows.columns(b)]) for b in _all(rows)]
     share = np.mean([texts[b] == texts[b + 1] for b in pairs])
@@ -166,7 +167,7 @@ def _of_duplicates(rows: Rows, behaviour: Array) -> dict:
 
 
 def _z(total: float, variance: float) -> float:
-    """By Freedman's inequality, of differences of at most 1."""
+    """A z-score by Freedman's inequality, for differences of at most 1."""
     return total / math.sqrt(variance + abs(total) / 3)
 
 

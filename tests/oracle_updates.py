@@ -1,10 +1,10 @@
 """One update of a policy gradient in float64, by loops: from logits to the loss.
 
-Like `oracles`, it never imports jax and reads nothing of the package: a method is its
-published formula and the options that the formula has. What stands still under the
-gradient (old log-probs, importance weights, clipped ratios of CISPO, values of a KL
-estimate) is computed at the parameters before the update, `start`, and the rest at
-`now`, so that a difference of losses along a direction is that of the gradient.
+Like `oracles`, this file never imports jax and uses nothing of the package: a method is
+its published formula with the formula's options. Quantities under a stop-gradient (old
+log-probs, importance weights, clipped ratios of CISPO, values of a KL estimate) are
+computed at the parameters before the update, `start`, and the rest at `now`, so that
+finite differences of the loss match the gradient.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the arithmetic should be: float64 NumPy loops over single tokens, no jax."""
+"""Oracles of the arithmetic: float64 NumPy loops over single tokens, without jax."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Array = np.ndarray
 
 
 def entries(mask: Array) -> list[tuple[int, ...]]:
-    """Index of every True entry."""
+    """The index of every True entry."""
     return [tuple(int(i) for i in index) for index in np.argwhere(mask)]
 
 
@@ -41,7 +41,7 @@ def masked_whiten(
 
 
 def log_softmax(logits: Array, temperature: float = 1.0) -> list[float]:
-    """Of one vector; -inf is a word that cannot come."""
+    """log-softmax of one vector; a logit of -inf is an impossible token."""
     scaled = [float(logit) / temperature for logit in logits]
     largest = max(scaled)
     total = largest + math.log(sum(math.exp(z - largest) for z in scaled))
@@ -96,9 +96,9 @@ def exact_kl(logits: Array, ref_logits: Array, temperature: float = 1.0) -> Arra
 def jensen_shannon(
     policy: Array, reference: Array, beta: float, k: int | None = None
 ) -> float:
-    """β·KL(P ‖ M) + (1 - β)·KL(Q ‖ M) of log-probs f[V], Q the policy's.
+    """β·KL(P ‖ M) + (1 - β)·KL(Q ‖ M) of log-probs f[V], where Q is the policy's.
 
-    With k of the policy's k likeliest outcomes and all others as one.
+    With k, over the policy's k likeliest outcomes and one bucket for the rest.
     """
     q, p = np.exp(np.asarray(policy)), np.exp(np.asarray(reference))
     if k is not None:
@@ -137,7 +137,7 @@ def token_rewards(
 def gae(
     rewards: Array, values: Array, mask: Array, gamma: float, lam: float
 ) -> tuple[Array, Array]:
-    """As a sum, A_t = Σ_l (γλ)^l δ_{t+l}, not as the recursion."""
+    """GAE as the sum A_t = Σ_l (γλ)^l δ_{t+l} instead of the recursion."""
     advantages, returns = np.zeros(mask.shape), np.zeros(mask.shape)
     for b in range(mask.shape[0]):
         columns = [t for t in range(mask.shape[1]) if mask[b, t]]
@@ -182,7 +182,7 @@ def leave_one_out(scores: Array, group_size: int) -> Array:
 def length_weighted(
     scores: Array, lengths: Array, group_size: int, kept: Array | None = None
 ) -> Array:
-    """s_i less Σ l·s / Σ l over those of its group that are kept."""
+    """s_i - Σ l·s / Σ l over the kept responses of its group."""
     advantages = np.zeros(len(scores))
     for i, score in enumerate(scores):
         first = i // group_size * group_size
@@ -196,14 +196,14 @@ def length_weighted(
 
 
 def oai_truncated(responses: Array, stop: int, after: int) -> Array:
-    """`get_mask` of lm_tasks.py in lm-human-preferences; True is cut off."""
+    """`get_mask` of lm_tasks.py in lm-human-preferences; True for cut tokens."""
     mask = (responses == stop).astype(np.int32)
     mask = np.concatenate([np.zeros_like(mask)[:, :after], mask[:, after:]], axis=1)
     return (np.cumsum(mask, axis=1) - mask).astype(bool)
 
 
 def oai_valid(responses: Array, stop: int, after: int) -> Array:
-    """`filter` of lm_tasks.py in lm-human-preferences; others score -1."""
+    """`filter` of lm_tasks.py in lm-human-preferences; invalid rows score -1."""
     return (responses[:, after:] == stop).any(axis=-1)
 
 
@@ -219,8 +219,8 @@ def n_plus(
 ) -> tuple[Array, Array, Array]:
     """ppo.py of summarize_from_feedback_details, steps 4 to 6, on response columns.
 
-    `last` is its sequence_lengths, the index of the last token; what stands beyond it
-    is not read. Whitened advantages, returns, and where values count.
+    `last` is its sequence_lengths, the index of the last token; later columns are not
+    read. Returns whitened advantages, returns, and the mask of values.
     """
     columns = np.arange(kl.shape[1])[None, :]
     padding_mask = columns > last[:, None]
@@ -252,7 +252,7 @@ def policy_terms(
     clip_high: float | None = None,
     dual_clip: float | None = None,
 ) -> dict[str, list[float]]:
-    """One number per response token for the loss and for each statistic."""
+    """The loss and each statistic, one number per response token."""
     terms: dict[str, list[float]] = {
         "loss": [],
         "approxkl": [],
@@ -282,7 +282,7 @@ def policy_terms(
 def aggregate(
     terms: list[float], mask: Array, aggregation: str, scale: float | None = None
 ) -> float:
-    """The mean over tokens, or over rows of their mean or of their sum over `scale`."""
+    """The mean over tokens, or over rows of their mean or of their sum / `scale`."""
     rows: dict[int, list[float]] = {}
     for index, term in zip(entries(mask), terms, strict=True):
         rows.setdefault(index[0], []).append(term)
@@ -296,7 +296,7 @@ def aggregate(
 def value_terms(
     values: Array, old_values: Array, returns: Array, mask: Array, clip: float | None
 ) -> dict[str, list[float]]:
-    """One number per response token for the loss and for the clipped fraction."""
+    """The loss and the clipped fraction, one number per response token."""
     terms: dict[str, list[float]] = {"loss": [], "clipped": []}
     for index in entries(mask):
         value, target = float(values[index]), float(returns[index])

@@ -1,4 +1,4 @@
-"""Where things lie in a checkout."""
+"""Paths in a checkout."""
 
 import os
 from pathlib import Path
@@ -9,5 +9,5 @@ FIXTURES = TESTS / "fixtures"
 PROGRAMS = TESTS / "programs"
 EXPERIMENTS = ROOT / "experiments"
 RECORDED = EXPERIMENTS / "recorded"
-# Of processes that a test starts.
+# PYTHONPATH of processes that a test starts.
 PYTHONPATH = os.pathsep.join(map(str, (ROOT, TESTS, PROGRAMS, EXPERIMENTS)))

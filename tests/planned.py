@@ -1,4 +1,4 @@
-"""Runs of tiny shapes to be planned, by the command line of `rlhf-jax plan`."""
+"""Runs with tiny shapes for `rlhf-jax plan`, from its command line."""
 
 import atexit
 import functools
@@ -37,7 +37,7 @@ def model(vocab=128, width=64, layers=2, heads=8, positions=1024):
 
 
 def parsed(name, *words, path=None, chip="v5e"):
-    """(config, options): 16 rows of 6 + 4 tokens in one minibatch, unless asked for."""
+    """(config, options), by default with 16 rows of 6 + 4 tokens in one minibatch."""
     path = path or model()
     own = [f"--model={path}", "--prompt-length=6", "--batch-size=16"]
     own += [f"--chip={chip}"] if chip is not None else []

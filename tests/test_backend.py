@@ -1,4 +1,4 @@
-"""The wheel's long description: nothing in it needs the checkout."""
+"""The wheel's long description needs nothing of the checkout."""
 
 import email
 import re
@@ -22,7 +22,7 @@ def links_and_images(text: str) -> list[str]:
 
 
 def described(folder, urls=""):
-    """The description in the metadata that the backend writes of the README."""
+    """The description in the backend's metadata, made from the README."""
     for name in ("README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     shutil.copytree(ROOT / ".ci", folder / ".ci")

@@ -1,4 +1,4 @@
-"""The walls of the house: who may import whom, and who may touch the world."""
+"""The layers of the package: permitted imports, and access to the outside world."""
 
 import ast
 import functools
@@ -51,7 +51,7 @@ def tree_of(module: str) -> ast.Module:
 
 @functools.cache
 def imports_of(tree: ast.Module, *, run: bool = False) -> set[str]:
-    """Dotted names of everything imported, wherever in the file the import stands.
+    """Dotted names of all imports anywhere in the file.
 
     Args:
       run: leave out what stands under `if TYPE_CHECKING`, for type checkers alone.
@@ -77,7 +77,7 @@ def imports_of(tree: ast.Module, *, run: bool = False) -> set[str]:
 
 
 def names_of(tree: ast.Module) -> set[str]:
-    """Names and dotted names that are read anywhere in the file."""
+    """Names and dotted names that the file reads."""
     return {
         ast.unparse(node)
         for node in ast.walk(tree)
@@ -86,7 +86,7 @@ def names_of(tree: ast.Module) -> set[str]:
 
 
 def modules_of(tree: ast.Module, *, run: bool = False) -> set[str]:
-    """Our modules that it imports: "functional.checks" for `checks.InputError` too."""
+    """Our imported modules: `checks.InputError` also gives "functional.checks"."""
     modules = set()
     for name in imports_of(tree, run=run):
         if name.startswith("rlhf_jax."):
@@ -186,7 +186,7 @@ def test_a_bare_method_is_found():
 
 
 def test_the_arithmetic_loads_neither_transformers_nor_orbax():
-    """Nor anything else that has no part in it: in a fresh interpreter."""
+    """A fresh interpreter also loads no other package without a part in it."""
     code = (
         "import sys; from rlhf_jax import kl, losses, advantages; kl.k1; "
         "print(*{name.split('.')[0] for name in sys.modules})"
@@ -237,7 +237,7 @@ UNUSED = (  # by a run of PPO that chooses none of what they are for
 
 @pytest.mark.slow
 def test_a_trainer_loads_no_module_of_what_few_runs_choose():
-    """Those are imported where they are first used."""
+    """These modules are imported at their first use."""
     code = "import sys, rlhf_jax.train.methods.ppo, rlhf_jax.train.trainer"
     done = subprocess.run(
         [sys.executable, "-c", f"{code}; print(*sys.modules)"],
@@ -254,7 +254,7 @@ def test_a_trainer_loads_no_module_of_what_few_runs_choose():
 
 @pytest.mark.parametrize("name", rlhf_jax.__all__)
 def test_a_name_of_the_front_door_is_the_module_that_type_checkers_see(name):
-    """The names under TYPE_CHECKING and the table that loads them say the same."""
+    """The names under TYPE_CHECKING and the table of lazy imports agree."""
     tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
     modules = {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
@@ -279,7 +279,7 @@ BY_TOKENIZERS = {
 
 
 def test_one_module_turns_text_into_tokens_and_back():
-    """Whoever calls a tokenizer himself goes by rules of his own."""
+    """A module that calls a tokenizer directly would follow its own rules."""
     calls = [
         (module, node, ast.unparse(node.func))
         for module in MODULES
@@ -319,7 +319,7 @@ WIRES = {  # what our own processes say to each other, and what Python has parse
 
 
 def test_one_module_reads_what_users_write():
-    """Whoever parses himself has limits of his own, or none."""
+    """A module that parses directly would have its own limits, or none."""
     for module in MODULES:
         tree = tree_of(module)
         parsed = {

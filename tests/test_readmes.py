@@ -1,4 +1,4 @@
-"""The documents: what a README names exists, and what it shows runs."""
+"""The documents: names in a README exist, and its examples run."""
 
 import functools
 import json
@@ -78,7 +78,7 @@ def anchors(text: str) -> set[str]:
 
 
 def broken_links(text: str, folder: Path) -> list[str]:
-    """Relative links to what is not there, headings of other documents included."""
+    """Relative links to missing files or missing headings of documents."""
     broken = []
     for link in LINK.findall(prose(text)):
         if re.match(r"[a-z]+:", link):
@@ -112,7 +112,7 @@ def test_the_top_readme_is_short():
 
 
 def test_every_folder_that_the_top_readme_names_a_package_for_is_one():
-    """And every package is named there."""
+    """The README also names every package."""
     named = set(re.findall(r"\]\(rlhf_jax/(\w+)(?:/README\.md)?\)", text_of(TOP)))
     folders = {file.parent.name for file in PACKAGE.glob("*/__init__.py")}
     assert named == folders
@@ -174,7 +174,7 @@ def test_the_python_of_the_readmes_runs(file):
 
 @pytest.mark.parametrize("file", DOCUMENTS, ids=relative)
 def test_the_python_of_the_readmes_imports_what_there_is(file):
-    """Also where a block only shows how a call looks."""
+    """Checked also for blocks that only illustrate a call."""
     lines = [
         line
         for info in ("python", "python run")
@@ -214,7 +214,7 @@ def test_every_option_that_a_readme_names_is_a_field_of_some_config(file):
 
 
 def test_no_test_runs_with_an_option_that_is_gone():
-    """Those that seldom run too, but for tests of what is said of such an option."""
+    """Includes slow tests, but not the tests of messages about removed options."""
     gone = {*commands.RENAMED} - {"--data"}
     about = {"test_bad_options", "test_choices", "test_evaluate", "test_sweep"}
     about |= {"test_command_line", "test_help_screen"}  # of configs of their own
@@ -230,7 +230,7 @@ def test_no_test_runs_with_an_option_that_is_gone():
 
 @pytest.mark.parametrize("file", DOCUMENTS, ids=relative)
 def test_the_commands_of_a_readme_parse(file, monkeypatch):
-    """Those that train, with what stands for "..." added."""
+    """Parses the commands that train, with values in place of "..."."""
     monkeypatch.setattr(trainer, "main", lambda config: None)
     monkeypatch.chdir(file.parent)
     for block in blocks(text_of(file), "bash"):
@@ -273,7 +273,7 @@ def test_every_metric_is_in_the_glossary():
 
 
 def test_no_metric_of_the_glossary_is_gone():
-    """Its name is in some program, or its last part is, of names that are composed."""
+    """A program contains its name or, for composed names, its last part."""
     text = text_of(PACKAGE / "runs" / "README.md")
     glossary = text.partition("## Metrics")[2].partition("## Alarms")[0]
     source = "\n".join(

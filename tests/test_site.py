@@ -1,4 +1,4 @@
-"""The site: one command builds it, whole, with every link leading somewhere."""
+"""The site: one command builds all of it, and every link has a target."""
 
 import functools
 import html.parser
@@ -45,7 +45,7 @@ def site(tmp_path_factory):
 
 
 class Page(html.parser.HTMLParser):
-    """The names in a page, and the addresses that it leads to or shows."""
+    """(anchors of a page, addresses of its links and images)."""
 
     def __init__(self, file):
         super().__init__()
@@ -65,7 +65,7 @@ def text_of(file):
 
 
 def page_of(site, file):
-    """Where the reference of a module is."""
+    """The address of a module's reference."""
     within = file.relative_to(PACKAGE)
     name = "index" if file.name == "__init__.py" else file.stem
     return site / "reference" / within.with_name(f"{name}.html")
@@ -131,7 +131,6 @@ def test_the_papers_are_those_of_docstrings_and_bibliography(site):
 
 @pytest.fixture(scope="module")
 def browser(site):
-    """A Chromium that shows the site."""
     webdriver = pytest.importorskip("selenium.webdriver", reason="of the extra test")
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if chromium is None or driver is None:
@@ -152,7 +151,7 @@ def browser(site):
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
-    """Serves files without a word."""
+    """Serves files without logging."""
 
     def log_message(self, format, *args):
         pass
@@ -203,7 +202,7 @@ def test_a_page_is_as_wide_as_the_screen_and_shows_its_images(browser, width, pa
 
 @pytest.fixture
 def checkout(tmp_path):
-    """The least that a site is made of."""
+    """The smallest sources of a site."""
     shutil.copytree(SITE, tmp_path / ".ci" / "site")
     for name in ("", "experiments", "tests", "rlhf_jax", "rlhf_jax/reports"):
         (tmp_path / name).mkdir(exist_ok=True)
@@ -214,7 +213,7 @@ def checkout(tmp_path):
 
 
 def test_a_folder_with_other_files_is_refused(tmp_path):
-    """MkDocs would empty it."""
+    """MkDocs would empty the folder."""
     pytest.importorskip("mkdocs", reason="the extra docs")
     (tmp_path / "mine").touch()
     done = python(SITE, tmp_path)

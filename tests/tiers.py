@@ -1,4 +1,4 @@
-"""Which cases of a long list are quick."""
+"""Selects the quick cases of a long list."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 
 def one_in(count: int, cases: Iterable[Any]) -> list[Any]:
-    """The cases, all slow but the first, the one `count` after it, and so on."""
+    """Marks all cases slow except every `count`-th, beginning with the first."""
     return [
         case
         if number % count == 0

@@ -1,4 +1,4 @@
-"""Models and batches small enough to compile in a moment."""
+"""Models and batches that compile quickly."""
 
 import dataclasses
 import functools
@@ -12,8 +12,8 @@ VOCAB = 13
 GPT2 = config.gpt2(
     vocab_size=VOCAB, hidden_size=16, num_layers=2, num_heads=4, max_positions=24
 )
-# Grouped queries, and rotary positions of which one wavelength is kept, one is blended
-# and two are divided.
+# Grouped queries; of the rotary wavelengths one is kept, one is blended and two are
+# divided.
 LLAMA = config.llama(
     vocab_size=VOCAB,
     hidden_size=32,
@@ -27,7 +27,7 @@ LLAMA = config.llama(
 )
 BOTH = [GPT2, LLAMA]
 NAMES = ["gpt2", "llama"]
-# What other families have, all at once: every second layer sees four tokens.
+# Features of other families together; every second layer attends to four tokens.
 MIXED = dataclasses.replace(
     LLAMA,
     num_layers=3,
@@ -50,7 +50,7 @@ MIXED = dataclasses.replace(
     activation="gelu_tanh",
     tied_head=True,
 )
-# Every layer local, attention and MLP side by side.
+# All layers local, with attention and MLP in parallel.
 PARALLEL = dataclasses.replace(
     GPT2,
     positions="rope",
@@ -62,8 +62,8 @@ PARALLEL = dataclasses.replace(
 )
 
 
-# Norms behind attention and MLP, one over all heads, layers without positions, local
-# and global, and multipliers.
+# Norms after attention and MLP, a norm over all heads, local and global layers without
+# positions, and multipliers.
 LATE = dataclasses.replace(
     LLAMA,
     num_layers=3,
@@ -78,7 +78,7 @@ LATE = dataclasses.replace(
     logit_divisor=0.7,
 )
 
-# DeltaNets, two of three layers, and gated attention whose heads rotate in part.
+# DeltaNets in two of three layers, and gated attention with partial rotation.
 HYBRID = dataclasses.replace(
     LLAMA,
     num_layers=6,
@@ -98,26 +98,26 @@ def bfloat16(model: config.ModelConfig) -> config.ModelConfig:
 
 @functools.cache
 def shapes(model: config.ModelConfig):
-    """The shapes alone: to run `decoder.init` would be a program for every model."""
+    """The shapes alone, since running `decoder.init` would compile a program."""
     return jax.eval_shape(lambda: decoder.init(jax.random.key(0), model=model))
 
 
 @functools.cache
 def params(model: config.ModelConfig, seed: int = 0):
-    """Large random numbers on every leaf, so that none could be lost unseen."""
+    """Large random numbers on every leaf, so that a lost leaf is detected."""
     rng = np.random.default_rng(seed)
 
     def draw(path, leaf):
         centre = 1.0 if path[-1].key == "scale" else 0.0
         drawn = centre + 0.2 * rng.normal(size=leaf.shape)
-        # `jnp.asarray` would be a program for every shape.
+        # `jnp.asarray` would compile a program for every shape.
         return jax.device_put(drawn.astype(np.float32))
 
     return jax.tree.map_with_path(draw, shapes(model))
 
 
 def with_rows_of_padding(params, model: config.ModelConfig, value: float):
-    """Every row of the vocabulary's padding set to one value."""
+    """Sets every row of the vocabulary's padding to `value`."""
 
     def fill(rows):
         filled = np.array(rows)
@@ -132,7 +132,7 @@ def with_rows_of_padding(params, model: config.ModelConfig, value: float):
 
 
 def batch(lengths, size: int, *, side: str, seed: int = 0, padding: int = 0):
-    """Random texts; the same ones whatever the size, the side and the padding's id."""
+    """Random texts, which do not depend on size, side and padding id."""
     rng = np.random.default_rng(seed)
     tokens = np.full((len(lengths), size), padding, np.int32)
     mask = np.zeros((len(lengths), size), bool)

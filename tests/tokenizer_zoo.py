@@ -1,4 +1,4 @@
-"""Tokenizers with the traits that text has been lost to, each small and made here."""
+"""Small tokenizers with the traits that have caused lost text."""
 
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ CHAT = ("<|im_start|>", "<|im_end|>")
 
 
 class Trait(NamedTuple):
-    """A tokenizer, and what ends a response."""
+    """A tokenizer and its stop tokens."""
 
     tokenizer: transformers.PreTrainedTokenizerFast
     stops: tuple[str, ...]
@@ -40,7 +40,7 @@ class Trait(NamedTuple):
 
 
 def finished(backend, *, single=None, added=(), plain=(), template=None, **special):
-    """Special tokens, tokens that are not called special, and a post-processor."""
+    """Adds special and ordinary tokens, a post-processor and a chat template."""
     backend.add_special_tokens(
         [AddedToken(text, special=True, normalized=False) for text in added]
     )
@@ -59,7 +59,7 @@ def finished(backend, *, single=None, added=(), plain=(), template=None, **speci
 
 
 def byte_level():
-    """A token a byte, and a few merges, some of them with a blank in front."""
+    """One token per byte, and a few merges, some with a leading blank."""
     merged = [one + other for one, other in MERGES]
     vocabulary = {text: i for i, text in enumerate([*ALPHABET, *merged])}
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, MERGES))
@@ -69,7 +69,7 @@ def byte_level():
 
 
 def prefix_space(*, metaspace=False):
-    """As Llama 2's: a blank in front of every text, and bytes for unknown letters."""
+    """Like Llama 2's: a leading blank in every text, and bytes for unknown letters."""
     names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *LETTERS]
     names += [f"▁{letter}" for letter in LETTERS]
     vocabulary = {name: i for i, name in enumerate(names)}

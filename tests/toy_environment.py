@@ -12,14 +12,14 @@ from rlhf_jax.environments.protocol import CountedTurn, Started, Turn
 
 
 class Secretive(Exception):
-    """Of which nothing is to be seen."""
+    """An exception whose text cannot be read."""
 
     def __str__(self):
         raise self
 
 
 class Loud(str):
-    """A text of a type of its own."""
+    """A subclass of str."""
 
 
 class Unpicklable:
@@ -32,7 +32,7 @@ def user(text):
 
 
 class Toy:
-    """Counts its turns; a response is what to do."""
+    """Counts its turns; each response is a command."""
 
     def reset(self, row):
         match row.get("reset"):
@@ -126,7 +126,7 @@ class Toy:
 
 
 class Counts(Toy):
-    """A response is what to count."""
+    """The response is the JSON of the counts."""
 
     counts = ("calls", "errors")
 
@@ -135,6 +135,6 @@ class Counts(Toy):
 
 
 class Taken(Toy):
-    """Counts what every environment has a number of."""
+    """Declares a count that every environment already has."""
 
     counts = ("calls", "late")

@@ -1,4 +1,4 @@
-"""Episodes of a script: what an environment answers without one, and a tiny sampler."""
+"""Scripted episodes: answers without an environment, and a tiny sampler."""
 
 import concurrent.futures
 import contextlib
@@ -25,7 +25,7 @@ ROWS, PROMPT, ROOM = 6, 5, 19
 
 
 class Script:
-    """A pool in threads: what it answers depends on what was said alone."""
+    """A pool of threads whose answers depend only on the responses."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ def prompts():
 
 
 def sharing(of_row, *, sample):
-    """Rows that have the prompts of these rows of `prompts`."""
+    """Prompts made of these rows of `prompts`."""
     batch, of_row = prompts(), np.array(of_row, np.int32)
     return Prompts(
         tokens=batch.tokens[of_row],
@@ -117,7 +117,7 @@ def recipe_of(model, **options):
 
 @functools.cache
 def programs_of(model, *, tokens, places, chunk, mesh, **options):
-    """Of every sampler with these options, so that they are compiled once."""
+    """The programs of all samplers with these options, compiled once."""
     return EpisodePrograms(
         recipe_of(model, **options),
         columns=PROMPT + tokens,
@@ -152,7 +152,7 @@ def sampler_of(
 
 @contextlib.contextmanager
 def prompt_columns_read(programs):
-    """A list of how many columns of prompts each read has."""
+    """Yields a list of the number of prompt columns in each read."""
     counts, read = [], programs.read
 
     def counted(rows):
@@ -185,7 +185,7 @@ def params_of(model):
 
 
 def assert_same_run(run, other):
-    """Samples and metrics of two runs, whose numbers may differ by rounding alone."""
+    """Asserts equal samples and metrics of two runs, up to rounding."""
     for name in ("samples.jsonl", "metrics.jsonl"):
         rows = metrics.read(run / name), metrics.read(other / name)
         assert rows[1]

@@ -24,7 +24,7 @@ MODEL = config.gpt2(
 
 
 def tokenizer(words=WORDS):
-    """A token a word; ids 0 and 1 are padding and EOS."""
+    """One token per word; ids 0 and 1 are padding and EOS."""
     ids = {word: i for i, word in enumerate(["<pad>", "<eos>", *words])}
     model = tokenizers.models.WordLevel(ids, unk_token="?")
     backend = tokenizers.Tokenizer(model)

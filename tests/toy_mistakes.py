@@ -1,4 +1,4 @@
-"""Rewards, judges, verifiers and environments of other arguments than are given."""
+"""Rewards, judges, verifiers and environments with the wrong arguments."""
 
 from rlhf_jax.environments.protocol import Started, Turn
 

@@ -1,10 +1,10 @@
-"""Packages of others at toy size, as pip leaves them: a module and its entry points."""
+"""Toy packages as installed by pip: a module and its entry points."""
 
 import tomllib
 
 
 def install(site, project, modules):
-    """Puts a package into a folder of `sys.path`.
+    """Installs a package into a folder of `sys.path`.
 
     Args:
       project: its pyproject.toml, or {group: {name: "module:object"}} of one "mine".

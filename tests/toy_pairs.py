@@ -4,7 +4,7 @@ from rlhf_jax.environments.protocol import Started, Turn
 
 
 def value(response):
-    """Different words of a response, and a little for each letter."""
+    """The number of different words, plus a little for each letter."""
     return len(set(response.split())) + 0.01 * len(response)
 
 
@@ -21,7 +21,7 @@ def judge(prompts, responses, rows):
 
 
 class Hall:
-    """Two turns at most; a word is worth something."""
+    """At most two turns; words earn reward."""
 
     def reset(self, row):
         return Started(row["prompt"], 0)

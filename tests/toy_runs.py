@@ -1,4 +1,4 @@
-"""Run folders as trainers leave them, of any size, written in a moment."""
+"""Run folders as trainers leave them, of any size, written quickly."""
 
 import json
 
@@ -15,7 +15,7 @@ def lines(path, rows):
 
 
 def sample(rng, *, step, row, hot, length=12, reference=True):
-    """A row of samples.jsonl; where it is hot the policy has left its reference."""
+    """A row of samples.jsonl; if hot, the policy has moved far from its reference."""
     tokens = [str(word) + " " for word in rng.choice(WORDS, length)]
     ref = -rng.exponential(1.5, length) - 0.1
     own = ref + rng.normal(0, 0.3, length)

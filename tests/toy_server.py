@@ -1,4 +1,4 @@
-"""A server that responds with the same tokens to every prompt, and can be spoilt.
+"""A server that gives every prompt the same response, and can be made to fail.
 
 It is for tests of errors: real servers are in `studies.outside_sampler`.
 """
@@ -18,7 +18,7 @@ from rlhf_jax.roles import policy
 
 
 class Toy:
-    """Responds with the tokens 5, 6, 7, and their log-probs; `change` spoils it."""
+    """Responds with tokens 5, 6, 7 and their log-probs; `change` alters answers."""
 
     def __init__(self):
         self.params, self.model = None, None

@@ -40,7 +40,7 @@ class Config(RunConfig):
 
 
 def play(config: Config) -> None:
-    """Two stages, a model with its manifest, and the summary."""
+    """Runs two stages; writes a model with its manifest, and the summary."""
     from rlhf_jax.runs.proof import exported
 
     x = jnp.zeros(1000)
@@ -80,7 +80,7 @@ def main(*argv: object) -> None:
 
 
 def results(folder: Path) -> dict[str, object]:
-    """What must be equal, however often the run was stopped."""
+    """The outputs that must be equal however often the run was stopped."""
     names = ("metrics.jsonl", "model/x.npy", "model.sha256")
     contents = {name: (folder / name).read_bytes() for name in names}
     snapshots = {
@@ -93,7 +93,7 @@ def results(folder: Path) -> dict[str, object]:
 
 @contextlib.contextmanager
 def emulator() -> Iterator[str]:
-    """The address of a storage of Google's kind on loopback, with a bucket."""
+    """The address of a local server of Google's storage API with one bucket."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -115,7 +115,7 @@ def emulator() -> Iterator[str]:
 
 
 def start(url: str, *options: str, spool: object, endpoint: str) -> subprocess.Popen:
-    """The run as a process of its own, whose spool is `spool`."""
+    """Starts the run in its own process with this spool."""
     environment = os.environ | {
         "PYTHONPATH": places.PYTHONPATH,
         "JAX_PLATFORMS": "cpu",

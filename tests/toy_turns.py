@@ -43,11 +43,11 @@ UNREAD = OBSERVATIONS & (np.arange(PROMPT + SIZE) > LAST[:, None])
 
 
 def tokens(*, seed: int = 0, observed_seed: int | None = None) -> np.ndarray:
-    """i32[6, 11]: words that are no stop token, but for E.
+    """i32[6, 11]: random tokens, with the stop token at E and none elsewhere.
 
     Args:
-      seed: of all of them.
-      observed_seed: other observed tokens, and nothing else; None is those of `seed`.
+      seed: the seed of all tokens.
+      observed_seed: changes the observed tokens alone; None keeps those of `seed`.
     """
     rng = np.random.default_rng(seed)
     words = rng.integers(3, toys.GPT2.vocab_size, CELLS.shape)
@@ -59,10 +59,10 @@ def tokens(*, seed: int = 0, observed_seed: int | None = None) -> np.ndarray:
 
 
 def rollout(params=None, *, temperature: float = 0.7, **of_tokens) -> batch.Rollout:
-    """Two rows of each of three prompts' groups, their log-probs off the policy's.
+    """Two rows of each of three prompts' groups; log-probs differ from the policy's.
 
     Args:
-      params: whose log-probs those of the sampler are near; None makes them up.
+      params: the policy near which log-probs are drawn; None draws any.
     """
     rng = np.random.default_rng(1)
     logprobs = rng.normal(-2.0, 0.5, CELLS.shape)
@@ -100,7 +100,7 @@ def rewards() -> tuple[np.ndarray, np.ndarray]:
 def scored(
     *, observed: float = 0.0, values_after: bool = False, **of_tokens
 ) -> batch.Scored:
-    """As models would have scored it, with some number at every observed token.
+    """A scored rollout with arbitrary numbers, and `observed` at observed tokens.
 
     Args:
       values_after: the state after the last turn has a value, whatever follows.

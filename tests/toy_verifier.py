@@ -10,14 +10,14 @@ import numpy as np
 
 
 class Secretive(Exception):
-    """Of which nothing is to be seen."""
+    """An exception whose text cannot be read."""
 
     def __str__(self):
         raise self
 
 
 def check(prompt, response, row):
-    """The number that the response is, or what it says."""
+    """Returns the response's number, or does what the response commands."""
     match response:
         case "raise":
             raise KeyError("gold")

@@ -5,12 +5,12 @@ import verifiers as vf
 
 
 def exact(completion, answer, **_):
-    """Whether the last thing said by the model is the answer."""
+    """Whether the model's last message is the answer."""
     return float(completion[-1].content.strip() == answer)
 
 
 def length(completion, **_):
-    """Messages of the completion."""
+    """The number of messages in the completion."""
     return len(completion)
 
 
@@ -26,7 +26,7 @@ def single():
 
 
 class Echo(vf.MultiTurnEnv):
-    """Says back what it hears and how often it has, until it hears bye."""
+    """Repeats each message with its number, until it is bye."""
 
     async def setup_state(self, state):
         state["count"] = 0

@@ -1,4 +1,4 @@
-"""Models, prompts and rollouts small enough to check by hand."""
+"""Models, prompts and rollouts that can be checked by hand."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ STOP = (1, 2)  # token ids that end a response
 SIZE = 5  # response columns
 TRUNK = ("embed", "layers", "final_norm")
 
-# Tests compile far more than they run.
+# Tests spend more time compiling than running.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def array(x, dtype: type = np.float32) -> jax.Array:
-    """The array on a device; `jnp.asarray` would be a program for every shape."""
+    """Puts an array on a device; `jnp.asarray` would compile a program per shape."""
     return jax.device_put(np.asarray(x, dtype))
 
 
 @functools.cache
 def shapes(model: ModelConfig):
-    """The shapes alone: to run `decoder.init` would be a program for every model."""
+    """The shapes alone, since running `decoder.init` would compile a program."""
     return jax.eval_shape(lambda: decoder.init(jax.random.key(0), model=model))
 
 
 @functools.cache
 def params(model: ModelConfig = GPT2, *, seed: int = 0, scale: float = 0.3):
-    """Parameters spread enough that no two predictions are alike."""
+    """Random parameters, with different predictions for every token."""
     rng = np.random.default_rng(seed + 100)
 
     def draw(path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -58,7 +58,7 @@ def params(model: ModelConfig = GPT2, *, seed: int = 0, scale: float = 0.3):
 
 def scorer(model: ModelConfig = GPT2, *, seed: int = 1):
     """Parameters with a scalar head: a reward model's or a critic's."""
-    # Arrays of its own: those that `params` keeps must outlive a donation of these.
+    # New arrays: the cached arrays of `params` must survive a donation of these.
     own = params.__wrapped__(model, seed=seed)
     trunk = {name: own[name] for name in TRUNK}
     drawn = np.random.default_rng(seed + 200).normal(0, 0.3, model.hidden_size)
@@ -70,7 +70,7 @@ def scorer(model: ModelConfig = GPT2, *, seed: int = 1):
 
 
 def weights(*, seed: int = 0):
-    """Leaves of every kind that a storage tells apart, of few shapes: no model's."""
+    """Leaves of every kind that storages distinguish, with few shapes."""
     rng = np.random.default_rng(seed)
 
     def of(*shape: int) -> jax.Array:
@@ -96,7 +96,7 @@ def perturbed(tree, *, seed: int, scale: float):
 
 
 def prompts(lengths=(4, 2, 3, 1), *, width: int = 4) -> batch.Prompts:
-    """Left-padded prompts of words that do not stop a response."""
+    """Left-padded prompts of tokens that do not stop a response."""
     rng = np.random.default_rng(7)
     mask = np.arange(width)[None, :] >= width - np.array(lengths)[:, None]
     tokens = rng.integers(3, GPT2.vocab_size, mask.shape)
@@ -114,7 +114,7 @@ sample = jit(
 )
 
 
-# Compiled, since an operation at a time costs more than the copy under jit.
+# Compiled, because running op by op costs more than one program.
 freeze = jit(frozen.freeze)
 logits = jit(policy.logits, static_argnames=("model",))
 
@@ -134,7 +134,7 @@ def sampled(
 
 
 def experience(rollout: batch.Rollout, *, seed: int = 0) -> batch.Experience:
-    """Of numbers that no policy or critic said, so that clips and ratios bite."""
+    """An experience with random values, so that clips and ratios have an effect."""
     rng = np.random.default_rng(seed)
 
     def noise(scale: float) -> jax.Array:
@@ -156,13 +156,13 @@ def experience(rollout: batch.Rollout, *, seed: int = 0) -> batch.Experience:
 
 
 def leaves_equal(left, right) -> bool:
-    """To the bit, NaN being equal to NaN."""
+    """Whether all leaves are equal to the bit, with NaN equal to NaN."""
     pairs = zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
     return all(np.array_equal(a, b, equal_nan=True) for a, b in pairs)
 
 
 def means(stats):
-    """The means of stats but for one, of equal policies a ratio of roundings."""
+    """The means of stats except one that is a ratio of roundings for equal policies."""
     return {
         name: mean
         for name, mean in masked.mean_stats(stats).items()

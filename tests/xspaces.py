@@ -18,7 +18,7 @@ def field(number: int, value: bytes | str) -> bytes:
 
 
 def program(names: dict[str, str]) -> bytes:
-    """An HloProto whose instructions have these names of operations."""
+    """An HloProto whose instructions have these operation names."""
     instructions = b"".join(
         field(2, field(1, name) + field(7, field(2, op_name)))
         for name, op_name in names.items()
@@ -76,5 +76,5 @@ def plane(
 
 
 def serialised(*planes: str) -> bytes:
-    """The planes as an .xplane.pb has them."""
+    """The planes as bytes of an .xplane.pb."""
     return ProfileData.text_proto_to_serialized_xspace("".join(planes))

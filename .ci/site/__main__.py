@@ -1,8 +1,7 @@
 """Builds the site of guides, papers and API: `python .ci/site [FOLDER]`.
 
-Its pages are made of the documents and docstrings where they are. A link that leads to
-nothing, or anything else that MkDocs warns of, ends the command with status 1. It needs
-the extra `docs`.
+The pages come from the documents and docstrings of the checkout. A broken link, or any
+other warning of MkDocs, ends the command with status 1. It needs the extra `docs`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def navigation() -> Nav:
-    """The menu. Guides stand in the order of a reader, what a user runs first."""
+    """The menu, with guides in the order of a reader: the trainers come first."""
     order = [*reversed(rlhf_jax.PACKAGES)]
     documents = sorted(
         (one for one in guides.documents() if PACKAGE in one.parents[1:]),
@@ -49,7 +48,7 @@ def navigation() -> Nav:
 
 
 def write_pages(folder: Path) -> None:
-    """Writes all pages in Markdown, and what they show."""
+    """Writes all pages in Markdown, and the files that they show."""
     guides.write(folder)
     for file in reference.modules():
         out = folder / reference.page_of(file)
@@ -61,10 +60,10 @@ def write_pages(folder: Path) -> None:
 
 
 def build(pages: Path, folder: Path) -> None:
-    """Builds the site of pages in Markdown.
+    """Builds the site from pages in Markdown.
 
     Raises:
-      Abort: MkDocs or a plugin has warned of something.
+      Abort: MkDocs or a plugin printed a warning.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     config = load_config(
@@ -80,7 +79,7 @@ def build(pages: Path, folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    """Builds the whole site, in place of the one that is there."""
+    """Builds the whole site, replacing an existing one."""
     built = folder / "search" / "search_index.json"
     if folder.is_dir() and any(folder.iterdir()) and not built.is_file():
         print(

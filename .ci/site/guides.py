@@ -1,4 +1,4 @@
-"""The documents of the checkout as pages, whose links lead to pages of the site."""
+"""Converts the documents of the checkout to pages with links within the site."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from urllib.parse import quote, unquote
 
 import reference
 from nbconvert import MarkdownExporter
-from PIL import Image  # as matplotlib is a dependency
+from PIL import Image  # a dependency of matplotlib
 from reference import PACKAGE, ROOT
 
 EXPERIMENTS = ROOT / "experiments"
 FENCED = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<=\]\()[^)\s]+(?=\))")
-# An image that a reader's browser would ask another site for; its words stay.
+# An image on another site, which its description replaces.
 ELSEWHERE = re.compile(r"!\[([^\]]*)\]\(https?:[^)]*\)")
-MAX_BYTES = 100_000  # of data that is copied
+MAX_BYTES = 100_000  # largest data file that is copied
 FILES = Path("files.md")
-HEAD = "---\nsearch:\n  boost: {boost}\n---\n\n"  # its place among what is found
+HEAD = "---\nsearch:\n  boost: {boost}\n---\n\n"  # rank in search results
 SOURCE = """<!doctype html>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width">
@@ -34,7 +34,7 @@ SOURCE = """<!doctype html>
 
 
 def documents() -> list[Path]:
-    """What is read from top to bottom."""
+    """The documents that are read from top to bottom."""
     return [
         ROOT / "README.md",
         *(
@@ -50,7 +50,7 @@ def documents() -> list[Path]:
 
 
 def document_of(target: Path) -> Path:
-    """What stands for a folder: its README, or its package; else the folder itself."""
+    """The README or the package of a folder; other targets are returned unchanged."""
     if (target / "README.md").is_file():
         return target / "README.md"
     module = target / "__init__.py"
@@ -58,10 +58,10 @@ def document_of(target: Path) -> Path:
 
 
 def address_of(target: Path) -> tuple[Path, str]:
-    """The page of a file or folder of the checkout, and where on it.
+    """The page of a file or folder of the checkout, and the anchor on it.
 
-    Folders without a README, large files and what is in a folder such as `.ci`, which
-    MkDocs leaves out, are on the page of all such folders.
+    Folders without a README, large files and files of folders such as `.ci`, which
+    MkDocs ignores, are listed on one page.
     """
     target = document_of(target)
     if reference.is_public(target):
@@ -80,15 +80,15 @@ def address_of(target: Path) -> tuple[Path, str]:
 
 
 def place_of(folder: Path) -> str:
-    """The anchor of a folder on the page of all folders."""
+    """The anchor of a folder on the page that lists folders."""
     return "-".join(folder.relative_to(ROOT).parts).lstrip(".")
 
 
 def linked(text: str, document: Path) -> tuple[str, list[Path]]:
-    """A document with its links as the site has them, and what they lead to.
+    """Returns a document with its links converted, and their targets.
 
     Raises:
-      ValueError: a link leads to nothing.
+      ValueError: a link is broken.
     """
     targets: list[Path] = []
     here, _ = address_of(document)
@@ -111,7 +111,7 @@ def linked(text: str, document: Path) -> tuple[str, list[Path]]:
         return quote(os.path.relpath(page, here.parent)) + (place and f"#{place}")
 
     parts = FENCED.split(text)
-    # A second word after the language of some code is for tests alone.
+    # A second word after the language of a code block is for tests only.
     parts[1::2] = [re.sub(r"^```(\w+) .*", r"```\1", code) for code in parts[1::2]]
     parts[::2] = [
         LINK.sub(to_page, ELSEWHERE.sub(r"\1", prose)) for prose in parts[::2]
@@ -120,7 +120,7 @@ def linked(text: str, document: Path) -> tuple[str, list[Path]]:
 
 
 def listing(folders: Iterable[Path]) -> str:
-    """The page of folders without a README: files, and programs with a summary."""
+    """The page of folders without a README: their files, with summaries of programs."""
     lines = ["# Files", "", "Folders of the checkout that the guides lead to."]
     for folder in sorted(folders):
         name = folder.relative_to(ROOT)
@@ -138,10 +138,10 @@ def listing(folders: Iterable[Path]) -> str:
 
 
 def write(folder: Path) -> None:
-    """Writes the documents, and all that they link to, below `folder`.
+    """Writes the documents, and all files that they link to, below `folder`.
 
     Raises:
-      ValueError: a link leads to nothing.
+      ValueError: a link is broken.
     """
     waiting, done, listed = documents(), set[Path](), set[Path]()
     while waiting:
@@ -171,7 +171,7 @@ def write(folder: Path) -> None:
 
 
 def write_picture(source: Path, out: Path) -> None:
-    """A picture in 256 colours, which are enough for a figure, if that is smaller."""
+    """Writes a picture with 256 colours, enough for a figure, if that is smaller."""
     shutil.copyfile(source, out)
     small = io.BytesIO()
     with Image.open(source) as picture:
@@ -181,12 +181,12 @@ def write_picture(source: Path, out: Path) -> None:
 
 
 def outputs_of(notebook: Path) -> str:
-    """The folder of a notebook's images, beside its page."""
+    """The folder of a notebook's images, next to its page."""
     return f"{notebook.stem}_files"
 
 
 def text_of(file: Path, out: Path) -> str:
-    """A document in Markdown; the images of a notebook are written beside `out`."""
+    """A document in Markdown; images of a notebook are written next to `out`."""
     if file.suffix == ".md":
         return file.read_text(encoding="utf-8")
     text, resources = MarkdownExporter().from_filename(

@@ -1,4 +1,4 @@
-"""What is done to the pages that MkDocs writes."""
+"""Changes to the pages that MkDocs writes."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import minify_html
 from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
 
-# Of a link nothing, and of other elements not what is between < and >.
+# Matches arXiv numbers outside links and tags.
 ARXIV = re.compile(r"<a .*?</a>|<[^>]*>|arXiv:([\d.]+\d|[a-z-]+/\d+)", re.DOTALL)
-# In signatures: names that lead nowhere, and marks of what has no colour of its own.
+# In signatures: names without a link, and spans without a colour.
 TITLED = re.compile(r'<span title="[^"]*">([^<]*)</span>')
 PLAIN = re.compile(r'<span class="[np]">([^<]*|<a [^>]*>[^<]*</a>)</span>')
-# The description of a field that has none, and what a ¶ says under the pointer.
+# The empty description of a field, and the tooltip of a ¶.
 NOTHING = re.compile(
     r'–\s*<div class="doc-md-description">\s*</div>| title="Permanent link"'
 )
-# The same on every page, and needed before it is shown: functions, and who calls them.
+# Scripts that every page needs before it is shown: functions, and their calls.
 SHARED = re.compile(r"(<script>__md_scope=[^,]*,location\)),(.*?)</script>", re.DOTALL)
 PALETTE = re.compile(r"<script>(var palette=.*?)</script>", re.DOTALL)
 
 
 def on_page_content(html: str, **kwargs: Any) -> str:
-    """Links the papers that a text names."""
+    """Adds links to the papers that a text names."""
     return ARXIV.sub(
         lambda match: (
             f'<a href="https://arxiv.org/abs/{match[1]}">{match[0]}</a>'
@@ -38,14 +38,14 @@ def on_page_content(html: str, **kwargs: Any) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, **kwargs: Any) -> str:
-    """Gives a page that is alone in its section the width of the menu."""
+    """Hides the menu of a page that is alone in its section."""
     if page.parent is None:
         page.meta["hide"] = ["navigation"]
     return markdown
 
 
 def on_post_page(output: str, page: Page, config: Any, **kwargs: Any) -> str:
-    """Takes out of a page what no browser needs: two thirds of the site."""
+    """Removes parts of a page that no browser needs: two thirds of the site."""
     shared, palette = SHARED.search(output), PALETTE.search(output)
     if shared and palette:
         script = f"{shared[2]};{palette[1]}"
@@ -58,8 +58,8 @@ def on_post_page(output: str, page: Page, config: Any, **kwargs: Any) -> str:
 
 
 def on_post_build(config: dict[str, Any], **kwargs: Any) -> None:
-    """Takes out what no page loads, and what is wrong without the site's address."""
+    """Removes files that no page loads, and those that need the site's address."""
     site = Path(config["site_dir"])
-    shutil.rmtree(site / "assets" / "javascripts" / "lunr")  # of other languages
+    shutil.rmtree(site / "assets" / "javascripts" / "lunr")  # for other languages
     for file in (*site.rglob("*.map"), *site.glob("sitemap.*"), site / "404.html"):
         file.unlink()

@@ -1,4 +1,4 @@
-"""The index of papers: each that a docstring cites, and what follows it."""
+"""The index of papers: each cited paper, and the functions that follow it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import reference
 from rlhf_jax.reports.paper import citations
 
 NAME = r"(?:van )?[A-Z][\w'-]+"
-# "Schulman et al. 2017, arXiv:1707.06347": a name of the method may stand in brackets
-# before or behind the year, and there may be no number.
+# "Schulman et al. 2017, arXiv:1707.06347": the name of the method may stand in brackets
+# before or after the year, and the number may be missing.
 PAPER = re.compile(
     rf"(?P<authors>{NAME}(?:, {NAME})*(?:,? (?:and|&) {NAME}| et al\.| [Tt]eam)?)"
     r"(?: \([^)]+\))?,? \(?(?P<year>(?:19|20)\d\d)\)?(?: \([^)]+\))?"
@@ -25,22 +25,22 @@ SOURCE = re.compile(r"^Sources?\b.*?:(.*?)(?:\n\n|\Z)", re.MULTILINE | re.DOTALL
 
 @dataclass
 class Paper:
-    """A paper, and what names it."""
+    """A paper and its citations."""
 
     labels: Counter[str] = field(default_factory=Counter)  # authors and year
     title: str = ""
-    methods: list[str] = field(default_factory=list)  # of references.bib
+    methods: list[str] = field(default_factory=list)  # names in references.bib
     followers: set[str] = field(default_factory=set)  # full names of functions
 
 
 def docstrings() -> Iterator[tuple[str, str]]:
-    """Names and docstrings of everything in the package."""
+    """Names and docstrings of all objects of the package."""
     for file in reference.modules():
         yield from reference.docstrings(file)
 
 
 def index() -> dict[str, Paper]:
-    """Papers by their number at arXiv, or else by authors and year."""
+    """{arXiv number, or else authors and year: paper}."""
     papers: dict[str, Paper] = defaultdict(Paper)
     unnumbered = []
     for name, text in docstrings():
@@ -52,24 +52,24 @@ def index() -> dict[str, Paper]:
             if number:
                 papers[number].labels[label] += 1
         for source in SOURCE.findall(text):
-            found = PAPER.finditer(" ".join(source.split()))
-            unnumbered += [(label_of(one), name) for one in found if not one["arxiv"]]
+            matches = PAPER.finditer(" ".join(source.split()))
+            unnumbered += [(label_of(one), name) for one in matches if not one["arxiv"]]
     numbers = {label: key for key, paper in papers.items() for label in paper.labels}
     for label, name in unnumbered:
         papers[numbers.get(label, label)].followers.add(name)
     for entry in citations.entries():
-        if entry.rules:  # not this software itself
+        if entry.rules:  # skips the entry of this software
             _add_entry(papers, entry)
     return papers
 
 
 def label_of(match: re.Match[str]) -> str:
-    """Schulman et al. 2017, of a match of PAPER."""
+    """The label of a match of PAPER, as in "Schulman et al. 2017"."""
     return f"{match['authors']} {match['year']}"
 
 
 def others() -> list[tuple[str, str]]:
-    """Sources that are no paper, such as programs and books, and who names them."""
+    """(source, name) of sources that are not papers, such as programs and books."""
     return [
         (flat, name)
         for name, text in docstrings()
@@ -93,7 +93,7 @@ def _add_entry(papers: dict[str, Paper], entry: citations.Entry) -> None:
 
 
 def text() -> str:
-    """The page."""
+    """The Markdown of the page."""
     lines = [
         "# Papers",
         "",
@@ -115,17 +115,17 @@ def text() -> str:
 
 
 def numbered(key: str) -> str:
-    """arXiv:1707.06347 where that is the key, else ""."""
+    """Returns "arXiv:1707.06347" for an arXiv number, else ""."""
     return f"arXiv:{key}" if ARXIV.match(f"arXiv:{key}") else ""
 
 
 def heading(key: str, paper: Paper) -> str:
-    """Authors and year as most docstrings have them; the number where none has."""
+    """The most common label of a paper, or else its number."""
     if paper.labels:
         return paper.labels.most_common(1)[0][0]
     return numbered(key) or key
 
 
 def linked(name: str) -> str:
-    """A link to where a function stands in the reference."""
+    """A link to the entry of a function in the reference."""
     return f"[`{name.removeprefix('rlhf_jax.')}`][{name}]"

@@ -1,4 +1,4 @@
-"""Pages of the API: one for each public module, below its package."""
+"""Pages of the API, one per public module, below the page of its package."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import rlhf_jax
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "rlhf_jax"
-# A type without a docstring has no entry to lead to.
+# Optional, because a type without a docstring has no entry.
 REFERENCE = '<autoref identifier="{0}.{1}" optional><code>{1}</code></autoref>'
-# `from rlhf_jax import losses`: what is looked for first.
+# Modules of `from rlhf_jax import losses`, which rank first in the search.
 EXPORTED = {f"rlhf_jax.{module}" for module in rlhf_jax._MODULES.values()}
 Nav = list[dict[str, "str | Nav"]]
 
@@ -37,13 +37,13 @@ def modules() -> list[Path]:
 
 
 def name_of(file: Path) -> str:
-    """rlhf_jax.functional.losses, of its file."""
+    """The module's name, as in "rlhf_jax.functional.losses"."""
     parts = file.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts).removesuffix(".__init__")
 
 
 def page_of(file: Path) -> Path:
-    """Where the page of a module is, in the site."""
+    """The page of a module, relative to the site."""
     within = file.relative_to(PACKAGE)
     name = "index" if file.name == "__init__.py" else file.stem
     return Path("reference") / within.with_name(f"{name}.md")
@@ -56,7 +56,7 @@ def summary_of(file: Path) -> str:
 
 
 def docstrings(file: Path) -> Iterator[tuple[str, str]]:
-    """Full names and docstrings of a module and of what it defines."""
+    """Full names and docstrings of a module and its definitions."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     yield from _docstrings(tree, name_of(file))
 
@@ -70,7 +70,7 @@ def _docstrings(
     for one, following in zip(node.body, [*node.body[1:], ast.Pass()], strict=True):
         match one, following:
             case ast.ClassDef() | ast.FunctionDef(), _:
-                # What is private has no entry: the module or class stands for it.
+                # Private objects have no entry; the module or class gets their text.
                 below = "" if one.name.startswith("_") else f".{one.name}"
                 yield from _docstrings(one, name + below)
             case (
@@ -82,7 +82,7 @@ def _docstrings(
 
 
 def exports(file: Path) -> list[str]:
-    """What a module has of others: of its __all__ what it imports."""
+    """The names in a module's __all__ that it imports from other modules."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     names = {
         alias.asname or alias.name
@@ -98,7 +98,7 @@ def exports(file: Path) -> list[str]:
 
 
 def parts_of(file: Path) -> list[Path]:
-    """The packages, then the modules, directly below a package."""
+    """The packages and then the modules directly below a package."""
     folder = file.parent
     packages = [one for one in sorted(folder.glob("*/__init__.py")) if is_public(one)]
     return packages + [
@@ -109,7 +109,7 @@ def parts_of(file: Path) -> list[Path]:
 
 
 def text_of(file: Path) -> str:
-    """The page of a module; a package lists what is below it."""
+    """The Markdown page of a module; a package lists its parts."""
     name = name_of(file)
     known = [one.removeprefix(f"{name}.").split(".")[0] for one, _ in docstrings(file)]
     members = json.dumps([*dict.fromkeys(known[1:])])  # "on" is true in YAML
@@ -130,7 +130,7 @@ def text_of(file: Path) -> str:
 
 
 def navigation(file: Path = PACKAGE / "__init__.py") -> Nav:
-    """The tree of pages below a package, which comes first itself."""
+    """The tree of pages of a package, whose own page comes first."""
     entries: Nav = [{file.parent.name: str(page_of(file))}]
     for part in parts_of(file):
         below = part.name == "__init__.py"

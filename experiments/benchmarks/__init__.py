@@ -1,1 +1,1 @@
-"""Speed and memory, beside peers and beside what the machine allows."""
+"""Benchmarks of speed and memory, compared with peers and with the machine's limits."""

@@ -1,11 +1,11 @@
-"""Attention of one layer and its gradients: engines beside each other.
+"""Compares attention engines on one layer, with gradients.
 
     python experiments benchmarks.attention --out runs/attention
     python experiments benchmarks.attention --out runs/packed --columns 4096 --texts 8
 
-The engines run in turns in one process on the same arrays, and their results are
-compared with the first one's. Seconds are the medians of the rounds; temporary memory
-is the compiler's figure. --texts packs that many texts of equal length into each row.
+The engines take turns in one process on the same arrays, and their results are compared
+with those of the first. Seconds are medians over the rounds; temporary memory is the
+compiler's figure. --texts packs that many texts of equal length into each row.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Config(RunConfig):
     kv_heads: int = 4
     """Heads of keys and values."""
     head_dim: int = 64
-    """Numbers of a head."""
+    """Dimension of a head."""
     texts: int = 1
-    """Texts in a row."""
+    """Texts packed into a row."""
     rounds: int = 5
-    """Measured steps of each engine, after one of warm-up."""
+    """Measured steps of each engine, after a warm-up step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,7 +60,7 @@ class Config(RunConfig):
 
 
 def inputs(options: Config, *, columns: int) -> tuple[Array, ...]:
-    """query, key, value, the weights of the output, and segments."""
+    """Returns query, key, value, the weights of the output, and segments."""
     rng = np.random.default_rng(0)
 
     def normal(heads: int) -> Array:
@@ -75,7 +75,7 @@ def inputs(options: Config, *, columns: int) -> tuple[Array, ...]:
 
 
 def step_of(engine: Callable[..., Array]) -> Any:
-    """The sum of the weighted output, and its gradient in query, key and value."""
+    """A program for the weighted sum of the output and its gradients."""
 
     def loss(
         query: Array, key: Array, value: Array, weights: Array, segments: Array
@@ -87,7 +87,7 @@ def step_of(engine: Callable[..., Array]) -> Any:
 
 
 def measure(options: Config, *, columns: int) -> list[dict[str, Any]]:
-    """One row of the table for each engine."""
+    """Measures every engine and returns a row of the table for each."""
     arrays = inputs(options, columns=columns)
     steps = {name: step_of(one).lower(*arrays) for name, one in ENGINES.items()}
     programs = {name: lowered.compile() for name, lowered in steps.items()}

@@ -1,7 +1,7 @@
-"""A training command from its start to its end: seconds, memory, and what it did.
+"""Measures a training command from outside: seconds, memory and the work done.
 
-The command leaves a run folder with a row a step in timings.jsonl and metrics.jsonl, as
-`rlhf-jax` does. It is watched from outside, so that nothing in it changes.
+The command writes a run folder with one row per step in timings.jsonl and
+metrics.jsonl, as `rlhf-jax` does.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from benchmarks.peers import line_protocol
 
 MIB = 2**20
 SKIPPED = 2  # steps that compile or allocate
-POLL = 0.25  # seconds between looks at memory
-LAST_LINES = 15  # of the output of a command that fails
+POLL = 0.25  # seconds between measurements of memory
+LAST_LINES = 15  # lines of output shown of a failed command
 
 
 def run(
@@ -33,23 +33,23 @@ def run(
     limit: float,
     variables: Mapping[str, str],
 ) -> dict[str, Any]:
-    """One process, from its command to its end.
+    """Runs a command in a process and measures it.
 
     Args:
       out: the run folder.
-      num_steps: that the command is told to take.
-      limit: seconds that it may take.
-      variables: its environment.
+      num_steps: number of steps of the command.
+      limit: longest duration, seconds.
+      variables: environment variables of the process.
 
     Returns:
-      start: seconds to the end of the first update, of a run of one step, else None;
-      step: mean seconds of the steps after `SKIPPED`, None where there is none;
-      peak, whole: MiB of the process and those it started, at their most until the
-        last step was over, and until the end;
-      work: of `work_of`.
+      start: seconds to the end of the first update in a run of one step, else None;
+      step: mean seconds of the steps after the first `SKIPPED`, None without any;
+      peak, whole: peak MiB of the process and its descendants, until the end of the
+        last step and until the end;
+      work: the result of `work_of`.
 
     Raises:
-      PeerError: it failed, or took longer.
+      PeerError: the command failed or exceeded the limit.
     """
     metrics = out / "metrics.jsonl"
     peak = whole = 0
@@ -82,7 +82,7 @@ def run(
         )
     counted = [row["seconds"] for row in timings[SKIPPED:]]
     return {
-        # Ours writes a row a step late, but for the last.
+        # rlhf_jax writes a row one step late, except for the last row.
         "start": metrics.stat().st_mtime - began if num_steps == 1 else None,
         "step": statistics.mean(counted) if counted else None,
         "peak": peak / MIB,
@@ -92,7 +92,7 @@ def run(
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:
-    """Whole lines of a JSONL file; none of no file."""
+    """The complete lines of a JSONL file; none if the file does not exist."""
     if not file.exists():
         return []
     lines = file.read_text(encoding="utf-8").split("\n")[:-1]
@@ -100,10 +100,10 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 
 
 def resident(pid: int, *, before: set[int]) -> tuple[set[int], int]:
-    """Processes of a tree, and bytes that they held at most so far, together.
+    """The processes of a tree, and the sum of their peak resident bytes so far.
 
-    One that is not in `before` does not count yet: for an instant a process that is
-    started shares all memory of the one that starts it.
+    A process that is not in `before` does not count yet, because a new process shares
+    the memory of its parent for an instant.
     """
     pids, total = [pid], 0
     for one in pids:  # grows
@@ -116,10 +116,10 @@ def resident(pid: int, *, before: set[int]) -> tuple[set[int], int]:
 
 
 def work_of(out: Path, rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Means over steps of tokens per prompt and response, and of the scores; drift."""
+    """Mean tokens per prompt and response, mean scores, and the final drift."""
     names = ("response/length", "objective/scores")
     means = {name: statistics.mean(row[name] for row in rows) for name in names}
-    if "prompt/length" in rows[0]:  # TRL's
+    if "prompt/length" in rows[0]:  # a peer's metric
         prompts = {row["prompt/length"] for row in rows}
     else:
         data = json.loads((out / "data.json").read_text(encoding="utf-8"))

@@ -2,32 +2,32 @@
 
     python experiments benchmarks.decode --out runs/benchmark_decode
 
-Three questions, put to a GPT-2 of random weights, in float32:
+The benchmark answers three questions with a GPT-2 of random weights in float32:
 
-1. Uneven lengths. So many tokens of the vocabulary stop a response that lengths are
-   geometric, with a mean of a quarter of the most. A queue of prompts is answered in
-   plain batches, each until its longest response ends, and by continuous
-   batching (`decode.generate`), where the next prompts take the places of finished
-   rows. Both draw the same responses, but for a few in a thousand where rounding
-   decides which of two tokens is drawn (checked), and take turns in one process.
-   --cache-pages adds continuous batching whose rows share so many pages of keys and
-   values, and the temporary memory of each program by the compiler.
-2. Seconds of a decode step against the rows of a batch, which should grow at most as
-   they do.
-3. Seconds of a response against its length, which should grow at most 1.15 times as
-   it does.
+1. How much faster is continuous batching for uneven lengths? Many tokens of the
+   vocabulary stop a response, so that lengths are geometric with a mean of a quarter of
+   the longest. A queue of prompts is decoded in plain batches, each until its longest
+   response ends, and by continuous batching (`decode.generate`), where new prompts
+   replace finished rows. Both take turns in one process. It is checked that they draw
+   the same responses, except for a few in a thousand where rounding decides between two
+   tokens. --cache-pages adds continuous batching with a shared pool of pages of keys
+   and values; the compiler reports the temporary memory of each program.
+2. How does the time of a decode step grow with the rows of a batch? It should grow at
+   most proportionally.
+3. How does the time of a response grow with its length? It should grow at most 1.15
+   times as fast as the length.
 
-Seconds are medians of --repeats after one that is not counted, the prompts' pass
-included; 2 and 3 have no stop tokens.
+Seconds are medians over --repeats after one uncounted run, and include the forward pass
+of the prompts. 2 and 3 have no stop tokens.
 
 On 2 CPU cores (AMD EPYC with AVX-512), JAX 0.10.2, --repeats 2, huge pages: 6069 tokens
-a second by continuous batching against 2221 in plain batches, 2.7 times as many. A step
-takes 1.1 ms with 8 rows and 6.9 with 64, 0.77 of the growth of the rows. 8 rows of 512
-tokens took 8 x 1.7 the time of 64 tokens, and 64 rows 8 x 2.0: more than the 1.15 that
-is asked. What grows is attention over the cache, 0.5 MiB a column in float32 with 64
-rows, which it reads as fast as that machine's memory (18 GB/s). Of the shape of GPT-2
-small (--num-layers 12 --hidden-size 768 --num-heads 12 --vocab-size 50257), whose
-weights are most of what a token reads, 8 rows took 8 x 1.11 to 8 x 1.14.
+per second by continuous batching and 2221 in plain batches, a factor of 2.7. A step
+takes 1.1 ms with 8 rows and 6.9 ms with 64, 0.77 of proportional growth. From 64 to 512
+tokens the time grew by 8 x 1.7 with 8 rows and 8 x 2.0 with 64 rows, above the bound of
+1.15. The cause is attention over the cache, 0.5 MiB per column in float32 with 64 rows,
+which is read at the bandwidth of the memory (18 GB/s). With the shape of GPT-2 small
+(--num-layers 12 --hidden-size 768 --num-heads 12 --vocab-size 50257), where weights
+dominate the reads, 8 rows took 8 x 1.11 to 8 x 1.14.
 """
 
 from __future__ import annotations
@@ -59,33 +59,33 @@ Run = Callable[[], Any]
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
     num_layers: int = 4
-    """Of the model."""
+    """Layers of the model."""
     hidden_size: int = 256
-    """Of the model."""
+    """Width of the model."""
     num_heads: int = 4
-    """Of the model."""
+    """Attention heads of the model."""
     vocab_size: int = 512
-    """Of the model."""
+    """Vocabulary of the model, tokens."""
     prompt_size: int = 16
     """Tokens of a prompt."""
     continuous_batching: int = 64
-    """Rows decoded at a time in 1."""
+    """Rows that are decoded at a time in question 1."""
     batches: int = 8
-    """Prompts in the queue of 1, in multiples of those rows; 0 leaves 1 out."""
+    """Length of the queue in question 1, in multiples of those rows; 0 skips it."""
     cache_pages: tuple[int, ...] = ()
-    """Pools of pages that rows share in 1, one after another."""
+    """Sizes of shared pools to measure in question 1, pages."""
     page_size: int = PAGE_SIZE
     """Columns of a page."""
     response_size: int = 64
-    """Most tokens of a response in 1, all of it in 2."""
+    """Longest response in question 1, and every response in question 2, tokens."""
     rows: tuple[int, ...] = (8, 16, 32, 64)
-    """Of the batches in 2."""
+    """Batch sizes in question 2."""
     response_sizes: tuple[int, ...] = (64, 128, 256, 512)
-    """Tokens of the responses in 3."""
+    """Response lengths in question 3, tokens."""
     length_rows: tuple[int, ...] = (8, 64)
-    """Of the batches in 3."""
+    """Batch sizes in question 3."""
     repeats: int = 3
-    """Timed turns of each side."""
+    """Timed runs of each program."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,7 +112,7 @@ class Config(RunConfig):
 
 
 def prompts(rows: int, options: Config) -> dict[str, Array]:
-    """Of random tokens, with the keys of their responses."""
+    """Random prompts, with the keys of their responses."""
     rng = np.random.default_rng(options.seed)
     shape = (rows, options.prompt_size)
     index = jnp.arange(rows, dtype=jnp.int32)
@@ -132,7 +132,7 @@ def program(params: Any, batch: dict[str, Array], **static: Any) -> Any:
 
 
 def in_turns(sides: dict[Any, Run], *, repeats: int) -> dict[Any, float]:
-    """Median seconds of each side, the sides one after another in every turn."""
+    """Median seconds of each side; the sides take turns."""
     seconds: dict[Any, list[float]] = {name: [] for name in sides}
     for _ in range(1 + repeats):
         for name, run in sides.items():
@@ -143,7 +143,7 @@ def in_turns(sides: dict[Any, Run], *, repeats: int) -> dict[Any, float]:
 
 
 def uneven(params: Any, options: Config) -> dict[str, Any]:
-    """Continuous batching against plain batches."""
+    """Compares continuous batching with plain batches."""
     size = options.continuous_batching
     queue = prompts(size * options.batches, options)
     parts = [
@@ -195,18 +195,18 @@ def uneven(params: Any, options: Config) -> dict[str, Any]:
 
 
 def check_same(actual: np.ndarray, expected: np.ndarray) -> None:
-    """That responses are the same, but for draws that rounding moves to the next token.
+    """Checks that responses are equal, except where rounding draws the next token.
 
     Args:
       actual, expected: i32[N, S], tokens.
 
     Raises:
-      RuntimeError: responses part at tokens that are no neighbours, or more of them
-        part than one and 1 % of N (of 512 one at most was found to).
+      RuntimeError: responses first differ at tokens that are not neighbours, or more
+        than 1 + N/100 of them differ (of 512 at most one did).
     """
     apart = actual != expected
     rows = np.flatnonzero(apart.any(axis=1))
-    at = rows, apart[rows].argmax(axis=1)  # where each parts; what follows is another
+    at = rows, apart[rows].argmax(axis=1)  # the first difference; later ones follow it
     strides = np.abs(actual[at] - expected[at])
     if len(rows) > 1 + len(actual) // 100 or (strides != 1).any():
         raise RuntimeError(
@@ -218,7 +218,7 @@ def check_same(actual: np.ndarray, expected: np.ndarray) -> None:
 
 
 def of_length(params: Any, options: Config, *, rows: int, size: int) -> Run:
-    """Responses of `size` tokens each."""
+    """A program that samples responses of `size` tokens each."""
     batch = prompts(rows, options)
     static = {"model": options.model, "max_new_tokens": size, "stop_ids": ()}
     compiled = program(params, batch, **static)
@@ -226,7 +226,7 @@ def of_length(params: Any, options: Config, *, rows: int, size: int) -> Run:
 
 
 def more_rows(params: Any, options: Config) -> list[dict[str, float]]:
-    """Seconds of a step, and how they grow beside the rows."""
+    """Milliseconds of a step, and their growth relative to the rows."""
     size = options.response_size
     seconds = in_turns(
         {n: of_length(params, options, rows=n, size=size) for n in options.rows},
@@ -244,7 +244,7 @@ def more_rows(params: Any, options: Config) -> list[dict[str, float]]:
 
 
 def longer(params: Any, options: Config) -> list[dict[str, float]]:
-    """Seconds of a response, and how they grow beside its length."""
+    """Seconds of a response, and their growth relative to its length."""
     rates = []
     for rows in options.length_rows:
         seconds = in_turns(

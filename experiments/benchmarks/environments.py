@@ -1,4 +1,4 @@
-"""Who takes part in `benchmark.py`: environments, processes and what they answer."""
+"""The participants of `iteration.py`, and their virtual environments."""
 
 from __future__ import annotations
 
@@ -44,28 +44,28 @@ ENVIRONMENTS: dict[str, tuple[str, ...]] = {
         "transformers==5.24.0",
         "jax==0.10.2",
         "jaxtyping==0.3.11",
-        "ray==2.60.0",  # what the module of verl's losses imports
+        "ray==2.60.0",  # this and the rest are imported by verl's losses
         "tensordict==0.10.0",
         "omegaconf==2.4.0",
         "hydra-core==1.3.8",
         "codetiming==1.4.0",
     ),
 }
-"""{environment: what pip installs into it}, all pinned."""
+"""{environment: pinned packages that pip installs}."""
 ALONE: dict[str, tuple[str, ...]] = {"audits": ("verl==0.9.1", "openrlhf==0.11.2")}
-"""{environment: what is installed without its dependencies}: they exclude each other's,
-or need a GPU to be built, and the functions that are called have no use for them."""
+"""{environment: packages installed without their dependencies}, which conflict or need
+a GPU to be built; the functions that are called do not use them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """A participant by name."""
+    """A participant."""
 
-    script: str  # in peers/
+    script: str  # file in peers/
     environment: str | None  # None is the Python that runs the benchmark
-    differs: str  # in a sentence; the script's docstring says all
-    arguments: tuple[str, ...] = ()  # of the script
-    uneven: bool = False  # takes part only where responses end at different lengths
+    differs: str  # its differences, printed; the script's docstring has the details
+    arguments: tuple[str, ...] = ()  # arguments of the script
+    uneven: bool = False  # takes part only if response lengths differ
 
 
 PEERS = {
@@ -106,14 +106,14 @@ PEERS = {
 
 
 class PeerError(RuntimeError):
-    """A participant cannot go on; the others can."""
+    """A participant failed; the others continue."""
 
 
 def python_of(environment: str | None, *, folder: Path) -> Path:
-    """The interpreter of an environment, which is made where it is not complete.
+    """The interpreter of an environment, which is created if it is incomplete.
 
     Raises:
-      PeerError: it cannot be made.
+      PeerError: the environment cannot be created.
     """
     if environment is None:
         return Path(sys.executable)
@@ -147,7 +147,7 @@ def _complete(python: Path, packages: Sequence[str]) -> bool:
     code = (
         "import sys, json; from importlib.metadata import version\n"
         "pins = json.loads(sys.argv[1])\n"
-        # 2.13.0+cpu is the release 2.13.0, built for CPUs.
+        # 2.13.0+cpu is the release 2.13.0 built for CPUs.
         "assert all(version(n).split('+')[0] == v for n, v in pins)"
     )
     command = [python, "-c", code, json.dumps(pins)]
@@ -155,10 +155,9 @@ def _complete(python: Path, packages: Sequence[str]) -> bool:
 
 
 def surroundings(environment: str | None) -> dict[str, str]:
-    """Variables of a participant's process: no networks, and memory as it is needed.
+    """Environment variables of a participant: offline, without preallocated memory.
 
-    glibc is asked for huge pages, for all alike, unless the caller has set its
-    GLIBC_TUNABLES to something else.
+    All participants use huge pages of glibc unless the caller has set GLIBC_TUNABLES.
     """
     variables = os.environ | {
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
@@ -167,6 +166,6 @@ def surroundings(environment: str | None) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
     }
     variables.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
-    if environment is not None:  # ours must not shadow what is installed there
+    if environment is not None:  # our packages must not shadow the environment's
         variables.pop("PYTHONPATH", None)
     return variables

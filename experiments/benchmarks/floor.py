@@ -1,29 +1,29 @@
-"""The least time that a PPO iteration can take on a machine: arithmetic alone.
+"""A lower bound on the time of a PPO iteration, by arithmetic.
 
-A machine does `matmul` FLOPs and moves `copy` bytes a second, measured. A step takes
-the longer of the two, and steps follow each other. Of a GPT-2 with L layers, width D,
-vocabulary V in float32, B rows of P prompt and R response tokens:
+The machine's rates are measured: FLOPs per second of a product, and bytes per second of
+a copy. A step takes the longer of its two times, and steps run one after another. For a
+GPT-2 with L layers, width D and vocabulary V in float32, and B rows of P prompt and R
+response tokens:
 
     forward of n tokens of a row, the first after c others:
                   FLOPs = n·24·L·D² + 4·L·D·Σ_{i=1..n} (c + i)     layers, attention
     head of n tokens:  2·n·D·V FLOPs
     weights:      bytes = 4·(12·L·D² + V·D)           read at least once by a program
-    cache:        bytes = 8·L·D·B a position of context       keys and values, read
+    cache:        bytes = 8·L·D·B per position of context     keys and values, read
 
 rollout  one forward of B·P tokens with the head at the last, whose logits give the
          first response token; then R - 1 steps of B tokens, which read the weights and
-         the cache: few FLOPs a byte, so memory bounds them where B is small
+         the cache: few FLOPs per byte, so memory is the limit if B is small
 score    reference and critic over P + R - 1 tokens, the reference's head at R
 update   epochs × 3 × the forward of policy and critic (backward is twice forward), and
-         an AdamW a minibatch: reads p, g, m, v and writes p, m, v, 28 bytes a
+         an AdamW per minibatch: reads p, g, m, v and writes p, m, v, 28 bytes per
          parameter
 
-Left out, as they are small: norms, softmax, activations, biases, the value head.
-Nothing is assumed to be recomputed, copied or padded: of uneven responses the tokens
-that are there count, of the mean batch, and a step of decoding reads the weights as
-often as any row goes on. The caches of a CPU may hold a
-small model, whose bytes then move faster than a copy does: below a ratio of 1 that is
-why.
+Norms, softmax, activations, biases and the value head are small and not counted. The
+bound assumes no recomputation, copies or padding: for uneven responses the real tokens
+of the mean batch count, and a decode step reads the weights if any row is unfinished. A
+small model may fit into a CPU's caches, which are faster than a copy; ratios below 1
+have this cause.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FLOAT = 4  # bytes
 
 
 class Step(NamedTuple):
-    """What has to be done, and moved, before the next step can begin."""
+    """FLOPs and bytes that must be finished before the next step begins."""
 
     flops: float
     bytes: float
@@ -46,7 +46,7 @@ class Step(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """What a machine does a second."""
+    """FLOPs and bytes per second of a machine."""
 
     flops: float
     bytes: float
@@ -64,14 +64,14 @@ def forward(
 
 
 def weights(workload: Workload) -> int:
-    """Bytes of the matrices that a forward pass with the head reads."""
+    """Bytes of the matrices that a forward pass with head reads."""
     width = workload.hidden_size
     layers = 12 * workload.num_layers * width**2
     return FLOAT * (layers + workload.vocab_size * width)
 
 
 def parameters(workload: Workload) -> int:
-    """Of GPT-2, biases, norms and positions included; the head is the embedding."""
+    """Number of parameters of the GPT-2; the head is the embedding."""
     width = workload.hidden_size
     layer = 12 * width**2 + 13 * width
     tables = (workload.vocab_size + workload.max_positions) * width
@@ -79,7 +79,7 @@ def parameters(workload: Workload) -> int:
 
 
 def steps(workload: Workload) -> dict[str, list[Step]]:
-    """{phase: its steps, in order}, by the formulas above."""
+    """{phase: its steps in order}, by the formulas above."""
     prompt, response = workload.prompt_length, workload.response_length
     length = prompt + response - 1  # the last token is predicted, not read
     key_values = 2 * FLOAT * workload.num_layers * workload.hidden_size
@@ -95,7 +95,7 @@ def steps(workload: Workload) -> dict[str, list[Step]]:
     )
 
     def alive(before: int) -> float:
-        """Share of the rows that draw a token after so many."""
+        """Share of the rows that draw a token at position `before`."""
         return sum(prompt + n - 1 > before for n in drawn) / len(drawn)
 
     def any_alive(before: int) -> float:
@@ -125,7 +125,7 @@ def steps(workload: Workload) -> dict[str, list[Step]]:
 
 
 def total(done: Iterable[Step]) -> Step:
-    """FLOPs and bytes of all steps together."""
+    """Sums the FLOPs and bytes of all steps."""
     done = list(done)
     return Step(
         sum(step.flops * step.times for step in done),
@@ -142,7 +142,7 @@ def seconds(done: Iterable[Step], *, rates: Rates) -> float:
 
 
 def floors(workload: Workload, *, rates: Rates) -> Mapping[str, float]:
-    """Seconds a phase and of the iteration, on a machine of these rates."""
+    """Seconds of each phase and of the iteration on a machine with these rates."""
     phases = {
         phase: seconds(done, rates=rates) for phase, done in steps(workload).items()
     }

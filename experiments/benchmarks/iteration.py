@@ -1,36 +1,37 @@
-"""The speed of a PPO iteration, beside TRL, a PyTorch loop by hand, and Tunix.
+"""Compares the speed of a PPO iteration with TRL, Tunix and a PyTorch loop by hand.
 
     python experiments benchmarks.iteration --peers trl torch --output benchmark.json
     python experiments benchmarks.iteration --workloads tiny
     python experiments benchmarks.iteration --peers trl torch --workloads small \\
         --lengths lognormal --mean 0.29
 
-Every participant is a process of its own (`peers/`) that runs the same workload: random
-prompts without padding, responses that nothing ends, a GPT-2 with random weights in
-float32 as policy, and of its size a reference and a critic, AdamW, temperature 1, a
-reward of tokens. They take turns (A B A B), two iterations each, of which the second
-counts, so that what else the machine does meets all of them, and a ratio is the median
-of those within a round. While one computes the others wait, all of them in memory: of
-GPT-2 small each takes up to 7.5 GB, so name fewer peers at a time where that is too
-much. All are given huge pages where glibc has them.
+Every participant is a process (`peers/`) that runs the same workload: random prompts
+without padding, responses of fixed length, a GPT-2 with random weights in float32 as
+policy, a reference and a critic of its size, AdamW, temperature 1 and a reward computed
+from tokens. Participants take turns (A B A B) of two iterations, of which the second
+counts. So other load on the machine affects all of them, and a ratio is the median of
+the ratios within a round. While one computes the others wait in memory: with GPT-2
+small each takes up to 7.5 GB, so name fewer peers at a time if memory is short. All use
+huge pages if glibc supports them.
 
 With --lengths responses end by EOS, at the same token for all participants
-(`lengths.py`): logits are masked as they are sampled. Ours then reads packed rows, and
-takes part a second time without.
+(`lengths.py`): logits are masked during sampling. rlhf_jax then packs rows, and takes
+part a second time without packing.
 
-Every participant is started twice, as what a run compiles the next one finds on disk:
-the first start tells what compiling takes, the second is the one that is measured.
+Every participant is started twice, because a run finds the compiled programs of the
+previous one on disk. The first start shows the cost of compilation, and the second is
+measured.
 
-Peers run in virtual environments that are made where they are missing, from the pinned
-versions in `environments.py` (some GB, a few minutes). Without --peers ours runs
-alone. The floor is what the machine's measured rates allow (`floor.py`).
+Peers run in virtual environments, which are created if missing from the pinned versions
+in `environments.py` (some GB, a few minutes). Without --peers rlhf_jax runs alone. The
+floor is the bound by the machine's measured rates (`floor.py`).
 
-Where ours does not keep to its bounds beside TRL (`tables.BOUNDS`: start, memory and
-seconds of the workload medium with lengths), that is in the last table, and the exit
+If rlhf_jax exceeds its bounds relative to TRL (`tables.BOUNDS`: start, memory and
+seconds of the workload medium with lengths), the last table shows it and the exit
 status is 1.
 
-On 2 CPU cores gpt2-small with two peers takes 14 minutes, small 8, tiny 3. What was
-measured, and on what: rlhf_jax/planning/README.md.
+On 2 CPU cores gpt2-small with two peers takes 14 minutes, small 8, tiny 3. The results
+and their machines are in rlhf_jax/planning/README.md.
 """
 
 from __future__ import annotations
@@ -69,22 +70,22 @@ from rlhf_jax.functional.checks import InputError
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     workloads: tuple[str, ...] = tuple(WORKLOADS)
-    """What to run."""
+    """Workloads to run."""
     peers: tuple[str, ...] = ()
-    """Whom to run beside ours: trl, torch, tunix."""
+    """Peers to compare with: trl, torch, tunix."""
     lengths: str | None = None
-    """Where responses end: geometric, lognormal, or a file with a length per line; None
-    is all columns."""
+    """Distribution of response lengths: geometric, lognormal, or a file with a length
+    per line; None uses all columns."""
     mean: float = 0.29
-    """Mean length of geometric and lognormal ones, as a share of the columns."""
+    """Mean length of geometric and lognormal lengths, as a share of the columns."""
     rounds: int = 7
     """Measured iterations of each participant, after two of warm-up."""
     environments: Path = Path("~/.cache/rlhf_jax/benchmark")
-    """Where the peers' virtual environments are, or are made."""
+    """Folder of the peers' virtual environments, which are created if missing."""
     output: Path | None = None
-    """JSON file of every number, with versions and machine."""
+    """JSON file for all figures, versions and the machine; None writes none."""
     limit: float = 900.0
-    """Seconds that a participant may take for its start, or for a turn."""
+    """Longest start or turn of a participant, seconds."""
 
     def __post_init__(self) -> None:
         checks.positive(rounds=self.rounds, limit=self.limit, mean=self.mean)
@@ -113,7 +114,7 @@ class Config:
             )
 
     def workload(self, name: str) -> Workload:
-        """Raises InputError: --lengths is no file, or has lengths beyond R."""
+        """The workload with --lengths; InputError if they cannot be read or fit."""
         even = WORKLOADS[name]
         if self.lengths is None:
             return even
@@ -121,7 +122,7 @@ class Config:
 
 
 def machine() -> dict[str, Any]:
-    """Its processor, and how fast it multiplies and copies now.
+    """The machine's processor, and its measured rates of products and copies.
 
     Raises:
       RuntimeError: the measurement failed.
@@ -149,7 +150,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Of this checkout, with a mark if files differ from it; None outside of one."""
+    """The commit of this checkout, marked if files differ; None outside a checkout."""
     command = ["git", "-C", FOLDER, "describe", "--always", "--dirty", "--abbrev=40"]
     with contextlib.suppress(OSError):
         process = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -160,16 +161,16 @@ def commit() -> str | None:
 def measure(
     workload: Workload, *, commands: dict[str, list[str | Path]], options: Config
 ) -> dict[str, Any]:
-    """All participants through one workload, in turns.
+    """Runs all participants on one workload, in turns.
 
     Args:
-      commands: {participant: how it is started}.
+      commands: {participant: its command}.
 
     Returns:
-      {"participants": {name: {"cold": first and last line of its first start, "start":
-      first line of its second, "rounds": [...], "end": last line, and what it used
-      while others had their turns}}, "failed": {name: why}}; who failed is in the
-      latter alone.
+      {"participants": {name: {"cold": first and last line of the first start, "start":
+      first line of the second, "rounds": [...], "end": last line, and the time used
+      during other turns}}, "failed": {name: reason}}; failed participants are only in
+      the latter.
     """
     measured: dict[str, Any] = {}
     failed: dict[str, str] = {}
@@ -186,7 +187,7 @@ def measure(
             | {
                 "JAX_COMPILATION_CACHE_DIR": str(Path(folder.name) / name),
                 "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-                "TMPDIR": folder.name,  # what it leaves behind goes with it
+                "TMPDIR": folder.name,  # temporary files are removed with the folder
             },
         )
 
@@ -234,7 +235,7 @@ def measure(
 
 
 def main(options: Config) -> bool:
-    """Whether all were measured, and keep to their bounds (`tables.BOUNDS`)."""
+    """Runs the benchmark; returns whether all were measured and `BOUNDS` hold."""
     hold = True
     folder = options.environments.expanduser()
     commands: dict[str, list[str | Path]] = {}
@@ -267,7 +268,7 @@ def main(options: Config) -> bool:
         results["workloads"][name] = measured
         hold &= tables.workload(workload, measured, machine=this)
         hold &= not measured["failed"]
-        if options.output is not None:  # after each, so that none is lost
+        if options.output is not None:  # after each workload, so that none is lost
             text = json.dumps(results, indent=1)
             options.output.write_text(f"{text}\n")
     for name in commands:

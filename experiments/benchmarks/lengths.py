@@ -1,11 +1,11 @@
-"""--lengths: how long responses are, as a pool of lengths that prompts choose among.
+"""Distributions of response lengths for --lengths.
 
 geometric   ends at every token with the same probability, as EOS of an untrained model
-lognormal   σ = 0.8: as those of models that reason, most short and a few very long
-FILE        a line per response, an integer or an object with "length"
+lognormal   σ = 0.8, as of reasoning models: most are short and a few very long
+FILE        one line per response, an integer or an object with "length"
 
-The pool is the quantiles of the distribution, so that it is the same every time. Its
-longest are cut to the columns of the workload.
+Lengths are drawn from a pool of quantiles of the distribution, so the pool is always
+the same. The longest are cut to the columns of the workload.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from benchmarks.peers.line_protocol import Workload
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.planning import histogram
 
-POOL = 256  # lengths
-SIGMA = 0.8  # of the logarithm
+POOL = 256  # number of lengths in the pool
+SIGMA = 0.8  # standard deviation of the logarithm
 
 
 def uneven(workload: Workload, *, lengths: str, mean: float) -> Workload:
-    """The workload with responses of a distribution.
+    """The workload with response lengths of a distribution.
 
     Args:
-      workload: responses of R tokens each.
+      workload: a workload with responses of R tokens.
       lengths: geometric, lognormal or the path of a file.
-      mean: of the first two before they are cut, as a share of R.
+      mean: mean length of the first two before the cut, as a share of R.
 
     Raises:
-      InputError: no such file, or a length in it that the workload has no room for.
+      InputError: the file is missing, or one of its lengths exceeds R.
     """
     longest = workload.response_length
     middle = [(i + 0.5) / POOL for i in range(POOL)]

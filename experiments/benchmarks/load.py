@@ -1,12 +1,12 @@
-"""What large inputs cost: seconds and memory, and whether they stay within bounds.
+"""Measures seconds and memory for large inputs, and checks bounds.
 
     python experiments benchmarks.load --out runs/load
 
-Each case makes its input and then, in a process of its own, does with it what a command
-does. Measured: CPU seconds of that process, without its start, and the most memory that
-it held, JAX and transformers included. Exit status 1 where a bound is broken.
+Each case creates its input and then does the work of a command on it, in a process of
+its own. Measured are the CPU seconds of that process without its start, and its peak
+memory, JAX and transformers included. The exit status is 1 if a bound is broken.
 
-Expect 200,000 prompts in half a minute, and a page of 10,000 runs in less than one.
+Expect half a minute for 200,000 prompts and less than one for a page of 10,000 runs.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from rlhf_jax.runs import report as tables
 
 HERE = Path(__file__).resolve().parents[1]
 SEEDS = 5  # runs of one config
-STEPS = 50  # of a run
-OPTIONS = {  # as many as those of a trainer, in groups
+STEPS = 50  # steps of a run
+OPTIONS = {  # about as many as a trainer has, in groups
     f"group_{n}": {f"option_{k}": k / 10 for k in range(10)} for n in range(12)
 }
 VERSIONS = {"python": "3.11", "rlhf_jax": "0.2.0", "jax": "0.10.2"}
@@ -54,14 +54,14 @@ score = {{ metric = "objective/scores", last = 10 }}
 
 
 class Case(NamedTuple):
-    """An input, what is done with it, and what that may take."""
+    """An input, the work on it, and its bounds."""
 
-    number: int  # of rows, runs, cells or bytes
+    number: int  # number of rows, runs, cells or bytes
     make: Callable[[Path, int], None]
     work: Callable[[Path], dict[str, float]]  # returns further figures
-    seconds: float
-    mb: float
-    figures: dict[str, float]  # further ones, at most
+    seconds: float  # bound on CPU seconds
+    mb: float  # bound on peak MB
+    figures: dict[str, float]  # bounds on further figures
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -70,7 +70,7 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def write_run(place: Path, *, kl_coef: float, seed: int, steps: int = STEPS) -> None:
-    """A run folder as `rlhf-jax ppo` leaves it, without snapshots and a model."""
+    """Writes a run folder as `rlhf-jax ppo` does, without snapshots and a model."""
     place.mkdir(parents=True)
     rng = np.random.default_rng([seed, int(1e6 * kl_coef)])
     config = {"out": str(place), "seed": seed, "kl": {"kl_coef": kl_coef}} | OPTIONS
@@ -117,7 +117,7 @@ def read_prompts(place: Path) -> dict[str, float]:
     rows = files.read_prompts(place / "prompts.jsonl")
     _, prompts = encoding.encode_prompts(reading.words(), rows, max_length=64)
     digests.of_tokens(prompts)
-    made, _ = batches.prompt_batches(prompts, batch_size=16, seed=0, pad_id=0), None
+    made = batches.prompt_batches(prompts, batch_size=16, seed=0, pad_id=0)
     return {"shape": float(made[0].tokens.shape[0])}
 
 
@@ -174,7 +174,7 @@ def make_long(place: Path, count: int) -> None:
 
 
 def resume_long(place: Path) -> dict[str, float]:
-    """What a resume reads of the rows before its snapshot."""
+    """Reads the rows before the snapshot, as a resume does."""
     from rlhf_jax.runs import metrics
 
     steps = (place / "run" / "metrics.jsonl").read_bytes().count(b"\n")
@@ -225,13 +225,13 @@ CASES = {
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     out: Path
-    """Folder of the inputs, which are removed again, and of figures.json."""
+    """Folder of figures.json and of the inputs, which are removed at the end."""
     cases: tuple[str, ...] = tuple(CASES)
-    """Which cases are measured."""
+    """Cases to measure."""
     share: float = 1.0
     """Size of the inputs, as a share of the case's own."""
     work: bool = False
-    """Whether this process does the case's work alone, of an input that is there."""
+    """Only do the work of one case on an existing input, in this process."""
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.cases if name not in CASES]:
@@ -242,7 +242,7 @@ class Config:
 
 
 def worked(case: Case, place: Path) -> dict[str, float]:
-    """What the work of a case takes, in this process."""
+    """Does the work of a case in this process and measures it."""
     began = time.process_time()
     figures = case.work(place)
     seconds = time.process_time() - began
@@ -251,7 +251,7 @@ def worked(case: Case, place: Path) -> dict[str, float]:
 
 
 def measured(name: str, *, options: Config) -> dict[str, Any]:
-    """A row of the table: a case in a process of its own, and what breaks its bounds.
+    """Measures a case in a process of its own, and lists its broken bounds.
 
     Raises:
       InputError: the process failed.

@@ -1,22 +1,22 @@
-"""Log-probs and entropy from hidden states, with their gradient: memory and time.
+"""Measures log-probs and entropy from hidden states, with gradients: memory and time.
 
     python experiments benchmarks.logprobs --out runs/benchmark_logprobs \\
         --torch-python OTHER_ENVIRONMENT/bin/python
 
-`logprobs.token_logprobs_from_hidden` against the same by all logits at once
-(log_softmax, gather, entropy) in JAX and, where --torch-python names a Python that has
-PyTorch and NumPy, in PyTorch. The step is the loss Σ w₁·log-prob + w₂·entropy with
-random weights and its gradient in hidden states and head, in float32. Each side is a
-process of its own, and they take turns.
+`logprobs.token_logprobs_from_hidden` is compared with the computation from all logits
+(log_softmax, gather, entropy) in JAX and, if --torch-python names a Python with PyTorch
+and NumPy, in PyTorch. A step computes the loss Σ w₁·log-prob + w₂·entropy with random
+weights and its gradients in hidden states and head, in float32. Each side is a process,
+and they take turns.
 
-Memory is resident memory above the loaded inputs, results included, the most of any
-turn; beside it, for JAX, what the compiler says of temporaries and results. Seconds
-are the fastest step of any turn. The results of all sides are compared as well.
+Memory is the peak resident memory of all turns above the loaded inputs, results
+included. For JAX the compiler's figure of temporaries and results is given too. Seconds
+are those of the fastest step of all turns. The results of all sides are compared.
 
-With --rounds 2 it takes two minutes on 2 CPU cores (AMD EPYC with AVX-512): 3.3 s and
-325 MiB, 277 of them the compiler's figure; all logits in JAX 0.10.2 4.5 s and 1716
-MiB; PyTorch 2.13 4.1 s and 2403 MiB. That is 0.80 of PyTorch's time and 0.14 of its
-memory; the results are 5e-7 apart.
+With --rounds 2 the benchmark takes two minutes on 2 CPU cores (AMD EPYC with AVX-512).
+It measures 3.3 s and 325 MiB (277 by the compiler); from all logits 4.5 s and 1716 MiB
+with JAX 0.10.2, and 4.1 s and 2403 MiB with PyTorch 2.13. That is 0.80 of PyTorch's
+time and 0.14 of its memory. The results differ by 5e-7.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ from rlhf_jax.runs.run_config import RunConfig
 
 Array = jax.Array
 EXPERIMENTS = Path(__file__).resolve().parents[1]
-# What a process runs that is one side of ours.
+# The program of a process that runs one of `SIDES`.
 SIDE = "import sys; from benchmarks import logprobs; logprobs.side(*sys.argv[1:])"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
     rows: int = 8
-    """Sequences."""
+    """Number of sequences."""
     columns: int = 256
     """Tokens of a sequence."""
     width: int = 768
-    """Of hidden states."""
+    """Width of hidden states."""
     words: int = 50257
-    """Rows of the head."""
+    """Vocabulary, the rows of the head."""
     torch_python: str | None = None
-    """A Python that has PyTorch; None leaves PyTorch out."""
+    """Path of a Python with PyTorch; None skips PyTorch."""
     rounds: int = 3
     """Turns of each side."""
     repeats: int = 3
-    """Timed steps of a turn, after one that is not."""
+    """Timed steps of a turn, after an untimed one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,7 +90,7 @@ SIDES = {"rlhf_jax": chunked, "JAX, all logits": plain}
 
 
 def side(name: str, shape: str, repeats: str) -> None:
-    """One turn of a side of ours, printed as JSON."""
+    """Runs one turn of one of `SIDES` and prints the figures as JSON."""
     compute = SIDES[name]
     inputs = resident.inputs(**json.loads(shape))
     names = ("hidden", "head", "tokens", "weights")
@@ -116,7 +116,7 @@ def side(name: str, shape: str, repeats: str) -> None:
 
 
 def turn(command: list[str], shape: dict[str, int], repeats: int) -> dict[str, Any]:
-    """Runs the process of one side; what it printed last."""
+    """Runs the process of one side and returns its last line."""
     ended = subprocess.run(
         [*command, json.dumps(shape), str(repeats)],
         cwd=EXPERIMENTS,

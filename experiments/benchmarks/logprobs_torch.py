@@ -1,7 +1,7 @@
-"""PyTorch's side of `benchmarks.logprobs`, which starts it; needs torch and NumPy.
+"""The PyTorch side of `benchmarks.logprobs`, which starts it; needs torch and NumPy.
 
-log_softmax, gather and the entropy of the same softmax, as they are written by hand,
-and the gradient of hidden states and head by autograd.
+It computes log_softmax, gather and the entropy, and the gradients in hidden states and
+head by autograd.
 """
 
 import json

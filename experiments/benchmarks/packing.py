@@ -1,12 +1,13 @@
-"""What a GRPO update costs on padded rows and on packed ones, for uneven lengths.
+"""Compares a GRPO update on padded and on packed rows, for uneven lengths.
 
     python experiments benchmarks.packing --response-length 48 --mean 0.29
     python experiments benchmarks.packing --response-length 240 --mean 0.2 --equal
 
-Prompts fill half to all of their columns, responses are lognormal around --mean of the
-longest (σ = 0.8, cut there), and nothing is sampled. Both updates start from one state,
-run in turns in one process, and their results are compared. The host's part, which
-reads lengths and packs, is counted with the packed update.
+Prompts fill half to all of their columns. Response lengths are lognormal with a mean of
+--mean of the longest (σ = 0.8, cut at the longest), and nothing is sampled. Both
+updates start from the same state and take turns in one process, and their results are
+compared. The time of the packed update includes the host's, which reads lengths and
+packs.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Config:
     mean: float = 0.29
     """Mean length of a response, as a share of the columns."""
     equal: bool = False
-    """Whether every response has all its columns."""
+    """Give every response the full length."""
     vocab_size: int = 512
     """Tokens of the vocabulary."""
     hidden_size: int = 256
@@ -52,22 +53,22 @@ class Config:
     num_layers: int = 4
     """Layers of the model."""
     group_size: int = 1
-    """Neighbouring responses to one prompt, which packed rows hold once."""
+    """Adjacent responses to one prompt, which packed rows store once."""
     num_minibatches: int = 4
     """Optimizer steps per pass."""
     num_epochs: int = 1
     """Passes over the batch."""
     rounds: int = 5
-    """Measured updates of each kind, after one of warm-up."""
+    """Measured updates of each kind, after a warm-up update."""
     iterations: int = 200
-    """Batches of fresh lengths that shapes are counted over."""
+    """Batches of new lengths over which the used shapes are counted."""
 
     def __post_init__(self) -> None:
         checks.positive(rounds=self.rounds, mean=self.mean)
 
 
 def lengths(options: Config, rng: np.random.Generator) -> Any:
-    """i32[B, 2], tokens of prompts and of responses."""
+    """Draws the lengths of prompts and responses, i32[B, 2], tokens."""
     longest, rows = options.response_length, options.rows
     groups = rows // options.group_size
     prompts = rng.integers(
@@ -79,7 +80,7 @@ def lengths(options: Config, rng: np.random.Generator) -> Any:
 
 
 def experience(options: Config, spans: Any, rng: Any) -> PolicyExperience:
-    """Random tokens, log-probs and advantages of such lengths."""
+    """Draws random tokens, log-probs and advantages with these lengths."""
     prompt, columns = (
         options.prompt_length,
         np.arange(options.prompt_length + options.response_length),

@@ -1,4 +1,4 @@
-"""A process that takes part in the benchmark, and what it says."""
+"""The process of a participant in the benchmark, and its protocol."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from benchmarks.environments import PeerError
 from benchmarks.peers import line_protocol
 from benchmarks.peers.line_protocol import Workload
 
-LAST_LINES = 15  # of a peer's stderr, when it dies
-SCORE_TOLERANCE = 0.1  # around the share of tokens that are worth something
-UNEVEN_TOLERANCE = 0.2  # of which short responses have few, and EOS is worth none
+LAST_LINES = 15  # lines of stderr shown of a failed peer
+SCORE_TOLERANCE = 0.1  # of the mean score, around the share of rewarded tokens
+UNEVEN_TOLERANCE = 0.2  # the same if lengths differ: short responses have few tokens
 
 
 class Participant:
-    """A process that speaks `line_protocol`; ends with the `with` block.
+    """A process that speaks `line_protocol`; it is killed at the end of `with`.
 
-    Raises, in every method, PeerError: it died, was too slow, did not answer with a
-    JSON object, or its answer shows that the work was not done.
+    Every method raises PeerError if the process dies, is too slow, does not answer with
+    a JSON object, or did not do the work.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Participant:
         limit: float,
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        """Starts it; `limit` holds the seconds that an answer may take."""
+        """Starts the process; `limit` is the longest time to an answer, seconds."""
         self.name, self._workload, self._limit = name, workload, limit
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
@@ -51,7 +51,7 @@ class Participant:
             text=True,
             env=variables,
         )
-        self._step = line_protocol.WARM_UP - 1  # that the next line is about
+        self._step = line_protocol.WARM_UP - 1  # the iteration of the next line
         self._rest: tuple[float, float] | None = None
         self.idle_seconds = self.idle_cpu = 0.0
 
@@ -63,15 +63,15 @@ class Participant:
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._errors):
             assert stream is not None
-            with contextlib.suppress(BrokenPipeError):  # what it did not live to read
+            with contextlib.suppress(BrokenPipeError):  # text that it did not read
                 stream.close()
 
     def ready(self) -> dict[str, Any]:
-        """Its first line, after the warm-up."""
+        """The first line, after the warm-up."""
         return self._checked(self._hear("its first line"))
 
     def go(self) -> dict[str, Any]:
-        """Seconds of one iteration."""
+        """Runs one iteration and returns its seconds."""
         self._end_rest()
         self._step += 2
         self._say("go")
@@ -85,7 +85,7 @@ class Participant:
         return self._checked(line)
 
     def end(self) -> dict[str, Any]:
-        """Its last line."""
+        """Ends the process and returns its last line."""
         self._end_rest()
         self._say("end")
         return self._hear("its peak memory")
@@ -110,7 +110,7 @@ class Participant:
         timer = threading.Timer(self._limit, stop)
         timer.start()
         try:
-            # Other lines are what a library printed before it could be silenced.
+            # A library may print other lines before it can be silenced.
             line = next((line for line in stdout if line.startswith("{")), None)
         finally:
             timer.cancel()
@@ -182,7 +182,7 @@ class Participant:
             self.idle_cpu += self._cpu() - cpu
 
     def _cpu(self) -> float:
-        """Seconds of all its threads; 0 where no /proc is."""
+        """CPU seconds of all threads; 0 without /proc."""
         file = Path(f"/proc/{self._process.pid}/stat")
         if not file.exists():
             return 0.0

@@ -1,25 +1,26 @@
-"""What GRPO takes of chips that are not there, by their compilers: a grid of plans.
+"""A grid of plans of GRPO on chips that are not present, by their compilers.
 
     python experiments benchmarks.plans --record experiments/recorded/plans/grid.jsonl
     python experiments benchmarks.plans --record ... --gpu-python ~/plan-cuda/bin/python
     python experiments benchmarks.plans --record ... --most 0        # the table alone
 
-Every cell is a run of `rlhf-jax plan`, a process of its own: minutes and some GB of
-memory each. Its row is written when it is done, and a later start goes on with the
-cells that have none; one that the compiler refuses has a row with the reason. Chips of
-NVIDIA need the extra `plan-cuda`, in an environment of its own (--gpu-python).
+Every cell is a run of `rlhf-jax plan` in a process, with minutes and some GB of memory.
+Its row is written when it ends, and a later start continues with the cells without a
+row. If the compiler rejects a cell, its row has the reason. Chips of NVIDIA need the
+extra `plan-cuda` in a separate environment (--gpu-python).
 
-All cells: bfloat16, full remat, the reference in bfloat16, groups of 8, one epoch, a
-prompt of 512 tokens (1,024 from 8,192 on) and responses that fill the rest. 64 chips
-share a model by fsdp=64, 256 one of 70B; rows with more columns than ROW_OF_A_CHIP are
-cut over a context axis. An update reads one row per share of it. Responses are sampled
-with bfloat16 weights, which as many chips share as the model has key and value heads.
-70B on v5e is sampled by 16 chips together, weights and cache in int8.
+All cells have bfloat16, full remat, the reference in bfloat16, groups of 8, one epoch,
+a prompt of 512 tokens (1,024 from 8,192 on) and responses that fill the rest. A model
+is sharded over 64 chips by fsdp=64, and a model of 70B over 256. Rows with more columns
+than ROW_OF_A_CHIP are sharded over a context axis. A micro-batch has one row per fsdp
+share. Responses are sampled with bfloat16 weights, sharded over as many chips as the
+model has key and value heads; 70B on v5e is sampled by 16 chips together, with weights
+and cache in int8.
 
-A row of H200 is that of H100 at the rates of H200 wherever H100 fits: both are compiled
-for the same instructions, and XLA's programs were the same but for 0.1 MB of memory.
+If H100 fits, the row of H200 is that of H100 at the rates of H200: both are compiled
+for the same instructions, and XLA's programs differed only by 0.1 MB of memory.
 
-    MFU = model FLOPs / (seconds at the least · chips · peak FLOPs per second of a chip)
+    MFU = model FLOPs / (least seconds · chips · peak FLOPs per second of a chip)
 """
 
 from __future__ import annotations
@@ -46,19 +47,19 @@ from rlhf_jax.train.plan import plan as planner
 GIB = 2**30
 LENGTHS = {"2k": 2048, "8k": 8192, "32k": 32_768, "128k": 131_072}  # tokens of a text
 MODELS = {"1.5B": "qwen2.5-1.5b", "8B": "llama-3.1-8b", "70B": "llama-3.1-70b"}
-CHIPS = {  # by count
+CHIPS = {  # {chip: {number of chips: topology}}
     "v5e": {64: "8x8", 256: "16x16"},
     "v5p": {64: "4x4x4", 256: "4x8x8"},
     "h100": {64: "8x8", 256: "32x8"},
     "h200": {64: "8x8", 256: "32x8"},
 }
 GPUS = ("h100", "h200")
-RESPONSES = {"2k": 8, "8k": 4}  # per row of an update; 1 of what is longer
+RESPONSES = {"2k": 8, "8k": 4}  # per row of an update; 1 if longer
 GROUP = {"1.5B": 2, "8B": 8, "70B": 8}  # chips that sample together: key, value heads
-LEAST = "70B", "v5e"  # the model that needs more than GROUP, and int8
-ROW_OF_A_CHIP = {"v5e": 8192}  # tokens, a quarter of it for 70B
-LONGEST_OF_A_CHIP = 32_768  # of the other chips
-LAST_LINES = 3  # of a plan that says why it is refused
+LEAST = "70B", "v5e"  # the model and chip that need more than GROUP, and int8
+ROW_OF_A_CHIP = {"v5e": 8192}  # tokens of a row on one chip, a quarter for 70B
+LONGEST_OF_A_CHIP = 32_768  # the same on the other chips
+LAST_LINES = 3  # lines of a rejected plan that give the reason
 WORK = ("flops", "memory_bytes", "sent_bytes", "network_bytes", "exchanges")
 PROGRAM_FIELDS = (
     "name",
@@ -100,23 +101,23 @@ class Cell:
 
     @property
     def mesh(self) -> MeshShape:
-        """How the chips share the training."""
+        """The mesh of training."""
         return MeshShape(fsdp=self.chips // self.context, context=self.context)
 
     @property
     def sampler_mesh(self) -> MeshShape:
-        """How they share the sampling."""
+        """The mesh of sampling."""
         group = 16 if (self.model, self.chip) == LEAST else GROUP[self.model]
         return MeshShape(data=self.chips // group, tensor=group)
 
     @property
     def responses(self) -> int:
-        """Of a step."""
+        """Responses per step."""
         responses = RESPONSES.get(self.length, 1) * self.mesh.fsdp
         return max(responses, self.sampler_mesh.data)
 
     def command(self) -> list[str]:
-        """Words of `rlhf-jax plan`."""
+        """The arguments of `rlhf-jax plan`."""
         tokens = LENGTHS[self.length]
         prompt = 512 if tokens == LENGTHS["2k"] else 1024
         sampler = "here,dtype=bfloat16"
@@ -147,15 +148,15 @@ CELLS = [
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     record: Path
-    """JSON Lines, a row per plan; is continued."""
+    """JSON Lines file with a row per plan; an existing file is continued."""
     cells: tuple[str, ...] = ()
-    """Which in which order, as "8B 8k v5e"; none is all of them."""
+    """Cells to plan, in this order, as "8B 8k v5e"; empty is all."""
     gpu_python: Path | None = None
-    """A Python with the extra plan-cuda; None leaves GPUs out."""
+    """Path of a Python with the extra plan-cuda; None skips GPUs."""
     most: int | None = None
-    """Plans to make before the table is shown; None is all that have no row."""
+    """Largest number of plans to make; None makes all that are missing."""
     limit: float = 3600.0
-    """Seconds that a plan may take."""
+    """Longest duration of a plan, seconds."""
 
     def __post_init__(self) -> None:
         checks.positive(limit=self.limit)
@@ -175,11 +176,11 @@ class Config:
 
 
 def plan(cell: Cell, *, python: Path | None, limit: float) -> dict[str, Any]:
-    """The row of a cell: what the plan says in short, or why there is none.
+    """The row of a cell: a summary of the plan, or the reason why it failed.
 
     Args:
-      python: an interpreter with the compiler for its chip.
-      limit: seconds.
+      python: an interpreter with the compiler for the chip.
+      limit: longest duration, seconds.
     """
     row: dict[str, Any] = {"cell": dataclasses.asdict(cell)}
     with tempfile.TemporaryDirectory() as folder:
@@ -189,7 +190,7 @@ def plan(cell: Cell, *, python: Path | None, limit: float) -> dict[str, Any]:
         try:
             done = subprocess.run(
                 [*command, "--json", file],
-                # Only the compiler is wanted: no TPU or GPU is looked for.
+                # Only the compiler is needed: JAX must not look for a TPU or GPU.
                 env=os.environ | {"JAX_PLATFORMS": "cpu"},
                 capture_output=True,
                 text=True,
@@ -231,13 +232,13 @@ def at_rates_of(row: dict[str, Any], chip: str) -> dict[str, Any]:
     """The row of the same programs on a chip with other rates.
 
     Args:
-      row: of a chip that runs the same instructions.
+      row: the row of a chip with the same instructions.
       chip: a name of CHIPS.
     """
     figures = chips.named(chip)
     programs = []
     for program in row["programs"]:
-        # Rows of before have no exchanges.
+        # Older rows lack exchanges.
         work = {name: program.get(name) or 0 for name in WORK}
         seconds = measured.least_seconds(figures, **work)
         bound = measured.bound_of(seconds, waits=program["stage"] == "rollout")
@@ -258,7 +259,7 @@ def at_rates_of(row: dict[str, Any], chip: str) -> dict[str, Any]:
 
 
 def rows_of(record: Path) -> list[dict[str, Any]]:
-    """The rows that are there, in the order of the grid."""
+    """The recorded rows, in the order of the grid."""
     if not record.exists():
         return []
     rows = {}
@@ -269,7 +270,7 @@ def rows_of(record: Path) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown, a line per plan."""
+    """A Markdown table with a line per plan."""
     header = (
         *("model, tokens, chips", "rows", "training / sampling mesh"),
         *("peak [GiB a chip]", "step [s]", "tokens/s a chip", "MFU"),
@@ -303,7 +304,7 @@ def _figures(row: dict[str, Any]) -> list[str]:
 
 
 def _meshes(cell: Cell) -> str:
-    """That of training and that of sampling, without axes of one chip."""
+    """The meshes of training and sampling as text, without axes of one chip."""
     shapes = (dataclasses.asdict(mesh) for mesh in (cell.mesh, cell.sampler_mesh))
     return " / ".join(
         ",".join(f"{axis}={size}" for axis, size in shape.items() if size > 1)
@@ -312,7 +313,7 @@ def _meshes(cell: Cell) -> str:
 
 
 def main(options: Config) -> None:
-    """Makes what is missing, and prints the table of all that is there."""
+    """Makes the missing plans and prints the table of all plans."""
     done = {Cell(**row["cell"]): row for row in rows_of(options.record)}
     pythons = {
         chip: options.gpu_python if chip in GPUS else Path(sys.executable)

@@ -1,39 +1,37 @@
-"""GRPO and PPO on a real model, beside others: seconds, start and memory.
+"""Compares GRPO and PPO on a real model with peers: seconds, start and memory.
 
     python experiments pretrained.smollm2 --out runs/smollm2
     python experiments benchmarks.pretrained --model runs/smollm2 --output grpo.json
     python experiments benchmarks.pretrained --model runs/smollm2 --method ppo \
         --output ppo.json
 
-GRPO with all parameters stands beside TRL's GRPOTrainer, and PPO with LoRA of rank 16
-and a value head on the policy beside a trainer by hand in PyTorch.
+GRPO with all parameters is compared with TRL's GRPOTrainer, and PPO with LoRA of rank
+16 and a value head on the policy with a trainer by hand in PyTorch.
 
-All train the same checkpoint in float32 on the same prompts: sums of two numbers of two
-digits below 30, through the chat template, 32 responses a step of at most 8 tokens, one
-update a step; in GRPO 8 are to one prompt. Prompts are equally long in tokens, so that
-each step reads as many of them, whatever the order. Responses end by EOS; that they are
-as long is checked. The reward is 1 for the right number, less 0.01 a token, as the
-model is rarely right in 8 tokens and equal rewards have no gradient. `rlhf-jax grpo`
-takes part twice, with `--packing auto`, which reads the prompt of a group once, and
-without.
+All train the same checkpoint in float32 on the same prompts: sums of two numbers from
+10 to 29, through the chat template, with 32 responses of at most 8 tokens and one
+update per step; GRPO has 8 responses per prompt. All prompts have the same length.
+Responses end by EOS, and it is checked that their mean lengths agree. The reward is 1
+for the right number minus 0.01 per token, because the model is rarely right in 8 tokens
+and equal rewards have no gradient. `rlhf-jax grpo` takes part with `--packing auto`,
+which reads the prompt of a group once, and without.
 
-This is no workload of `benchmarks.iteration`, whose participants make a fresh GPT-2 and
-stay in memory while others have their turns. Here they read a checkpoint, hold some GB
-each, and what is measured is a command as a user types it. So a turn is a process, and
-no two are there at a time. In each round every participant runs twice:
+In `benchmarks.iteration` participants create a GPT-2 and stay in memory during other
+turns. Here they read a checkpoint and take some GB each, and a whole command is
+measured. So a turn is a process, and only one runs at a time. In each round every
+participant runs twice:
 
     1 step            start: from the command to the end of the first update
     --num-steps       seconds of a step, the mean of those after the second; memory
 
-Before the rounds each runs 1 step more, ours with an empty compilation cache: the cold
-start. Memory is the resident one of a process and those it started, at their most. It
-is read until the last step is over (`peak`), and to the end (`whole`), which saves the
-model and, of ours, a snapshot with the optimizer. Ours writes its metrics meanwhile;
-what others do beyond ours is in `peers/trl_grpo.py` and `peers/torch_lora_ppo.py`.
-Linux only.
+Before the rounds each runs 1 more step for the cold start; rlhf_jax then has an empty
+compilation cache. Memory is the peak resident memory of a process and its descendants,
+until the end of the last step (`peak`) and until the end (`whole`), which saves the
+model and, in rlhf_jax, a snapshot with the optimizer. `peers/trl_grpo.py` and
+`peers/torch_lora_ppo.py` state what the peers do differently. Linux only.
 
-Where ours does not keep to its bounds (`BOUNDS`), the last table says so, and the exit
-status is 1.
+If rlhf_jax exceeds its bounds (`BOUNDS`), the last table shows it and the exit status
+is 1.
 
 Expect half an hour on 2 idle CPU cores, and up to 8 GB of memory and 3 GB of disk.
 """
@@ -78,17 +76,17 @@ OURS: dict[Method, dict[str, tuple[str, ...]]] = {
         )
     },
 }
-PEERS: dict[Method, tuple[str, str]] = {  # name, file in peers/
+PEERS: dict[Method, tuple[str, str]] = {  # (name, file in peers/)
     "grpo": ("trl", "trl_grpo.py"),
     "ppo": ("PyTorch by hand", "torch_lora_ppo.py"),
 }
 LEARNING_RATE: dict[Method, float] = {"grpo": 2e-6, "ppo": 2e-4}
-ENVIRONMENT = "trl-grpo"  # of every peer
-BOUNDS: dict[Method, dict[str, float]] = {  # the most of ours / the peer
+ENVIRONMENT = "trl-grpo"  # environment of every peer
+BOUNDS: dict[Method, dict[str, float]] = {  # largest ratio of rlhf_jax to the peer
     "grpo": {"step": 0.3, "start": 1.0, "peak": 0.7, "cold start": 1.3},
     "ppo": {"step": 1.0, "peak": 0.7},
 }
-TOLERANCE = 0.2  # of the mean length of responses, which are sampled
+TOLERANCE = 0.2  # relative, of the mean length of the sampled responses
 MEASURED = {  # {key: its column}
     "step": "step [s]",
     "start": "start [s]",
@@ -100,21 +98,21 @@ MEASURED = {  # {key: its column}
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     model: Path
-    """Checkpoint folder, as `pretrained.smollm2` makes it."""
+    """Checkpoint folder written by `pretrained.smollm2`."""
     method: Method = "grpo"
-    """What is measured: GRPO with all parameters, or PPO with LoRA."""
+    """Method to measure: GRPO with all parameters, or PPO with LoRA."""
     peer: bool = True
-    """Whether the other library takes part."""
+    """Run the peer too."""
     rounds: int = 3
     """Turns of each participant."""
     num_steps: int = 8
     """Steps of a turn; the first two are not counted."""
     environments: Path = Path("~/.cache/rlhf_jax/benchmark")
-    """Where the peers' virtual environment is, or is made."""
+    """Folder of the peers' virtual environment, which is created if missing."""
     output: Path | None = None
-    """JSON file of every number, with versions and machine."""
+    """JSON file for all figures, versions and the machine; None writes none."""
     limit: float = 1800.0
-    """Seconds that a run may take."""
+    """Longest duration of a run, seconds."""
 
     def __post_init__(self) -> None:
         checks.positive(rounds=self.rounds, limit=self.limit)
@@ -123,23 +121,23 @@ class Config:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """What all participants set alike."""
+    """Settings that all participants share."""
 
     model: str
     prompts: str  # JSONL
     learning_rate: float
-    batch_size: int = 32  # responses of a step
+    batch_size: int = 32  # responses per step
     max_new_tokens: int = 8
     temperature: float = 1.0
     kl_coef: float = 0.02
     length_penalty: float = 0.01  # reward units per token
 
 
-Command = Callable[..., list[str]]  # of (*, num_steps, out)
+Command = Callable[..., list[str]]  # (*, num_steps, out) -> the command
 
 
 def sums() -> list[dict[str, Any]]:
-    """Rows of prompts and answers."""
+    """The rows of prompts and answers."""
     return [
         {
             "prompt": [
@@ -156,7 +154,7 @@ def sums() -> list[dict[str, Any]]:
 
 
 def ours(method: Method, task: Task, *options: str, cache: Path) -> Command:
-    """`rlhf-jax` with these options, its compiled programs kept in `cache`."""
+    """The command of `rlhf-jax`, with compiled programs cached in `cache`."""
     fields = {"--" + k.replace("_", "-"): v for k, v in vars(task).items()}
     del fields["--length-penalty"]
     fields |= {"--schedule": "constant", "--compilation-cache": cache}
@@ -173,7 +171,7 @@ def ours(method: Method, task: Task, *options: str, cache: Path) -> Command:
 
 
 def theirs(method: Method, task: Task, *, python: Path) -> Command:
-    """The peer's, which takes its settings as JSON."""
+    """The command of the peer, which takes its settings as JSON."""
     _, file = PEERS[method]
     own = {"group_size": 8} if method == "grpo" else {"lora": 16}
 
@@ -185,7 +183,7 @@ def theirs(method: Method, task: Task, *, python: Path) -> Command:
 
 
 def check(work: Mapping[str, float], *, first: Mapping[str, float]) -> None:
-    """Raises PeerError where `work` is not that of the first participant, or none."""
+    """Raises PeerError if `work` differs from the first participant's, or is none."""
     prompt, response = work["prompt/length"], work["response/length"]
     expected = first["response/length"]
     wrong = []
@@ -248,7 +246,7 @@ def measure(
 
 
 def show(participants: Mapping[str, Any], *, method: Method, task: Task) -> bool:
-    """What a person reads; whether the first of ours keeps to `BOUNDS`."""
+    """Prints the tables; returns whether the first of rlhf_jax's keeps to `BOUNDS`."""
     peer, _ = PEERS[method]
     rounds = {name: each["rounds"] for name, each in participants.items()}
     report.table(
@@ -295,7 +293,7 @@ def show(participants: Mapping[str, Any], *, method: Method, task: Task) -> bool
 
 
 def main(options: Config) -> bool:
-    """Whether all were measured, and keep to their bounds."""
+    """Runs the benchmark; returns whether all were measured and `BOUNDS` hold."""
     model, folder = options.model.resolve(), options.environments.expanduser()
     if not (model / "config.json").exists():
         raise InputError(

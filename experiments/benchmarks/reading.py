@@ -1,16 +1,16 @@
-"""How the time to read, encode and pair rows grows with their number.
+"""Measures how the time to read, encode and pair rows grows with their number.
 
     python experiments benchmarks.reading --out runs/reading
 
-Rows of random words, 4 to 60 tokens each, are written to a file and go the way of a
-trainer up to its batches. Half of the labelled rows are responses to one prompt.
-Rows are packed to about two in a row, where first fit has the most rows to choose from.
+Rows of random words with 4 to 60 tokens are written to a file and processed as a
+trainer does, up to its batches. Half of the labelled rows are responses to one prompt.
+Packed rows contain about two texts, for which first fit has the most open rows.
 
-Measured: CPU seconds of this process for each stage and size, and the time per row of
-the largest size over that of the one before. A stage whose time is linear has a ratio
-near 1. Chat templates are written by a process of their own, so that their row has
-seconds of the wall. Expect ratios of 0.5 to 2 beside other work,
-of stages that take a tenth of a second or more.
+Measured are the CPU seconds of this process for each stage and size, and the time per
+row of the largest size over that of the previous size. The ratio of a stage with linear
+time is near 1. Chat templates run in a separate process, so their stages have wall
+seconds. Beside other work expect ratios of 0.5 to 2 for stages of at least a tenth of a
+second.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rlhf_jax.runs import report
 
 WORDS = [f"w{number}" for number in range(1000)]
 LONGEST = 1024  # tokens, more than any row has
-WIDTH = 64  # of a packed row
+WIDTH = 64  # of a packed row, tokens
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <eos> {% endfor %}"
     "{% if add_generation_prompt %}<assistant> {% endif %}"
@@ -47,11 +47,11 @@ Seconds = dict[str, float]  # by stage
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     out: Path
-    """Folder of the files that are read, and of figures.json."""
+    """Folder of the input files and of figures.json."""
     sizes: tuple[int, ...] = (2_000, 20_000, 200_000)
-    """Rows of a file, ascending."""
+    """Numbers of rows of the files, ascending."""
     chat_sizes: tuple[int, ...] = (200, 2_000, 20_000)
-    """Rows of a file of conversations, ascending."""
+    """Numbers of rows of the files of conversations, ascending."""
     seed: int = 0
     """Seed of the rows."""
 
@@ -68,7 +68,7 @@ class Config:
 
 
 def words(*, template: str | None = None) -> transformers.PreTrainedTokenizerFast:
-    """A tokenizer of words."""
+    """A tokenizer whose tokens are words."""
     names = ["<pad>", "<eos>", "<user>", "<assistant>", *WORDS]
     model = tokenizers.models.WordLevel(
         {name: number for number, name in enumerate(names)}, unk_token="<pad>"
@@ -84,10 +84,10 @@ def words(*, template: str | None = None) -> transformers.PreTrainedTokenizerFas
 
 
 def write(path: Path, *, rows: int, chat: bool, seed: int) -> None:
-    """A file that has the fields of every layout; half of its rows share a prompt.
+    """Writes rows with the fields of every layout; half of them share a prompt.
 
     Args:
-      chat: whether prompts are of messages.
+      chat: whether prompts are messages.
     """
     rng = np.random.default_rng(seed)
 
@@ -109,7 +109,7 @@ def write(path: Path, *, rows: int, chat: bool, seed: int) -> None:
 
 
 def measured(path: Path, *, chat: bool) -> tuple[Seconds, Seconds]:
-    """Seconds of every stage: of this process's CPU time, and of the wall."""
+    """CPU seconds of this process and wall seconds, for every stage."""
     tokenizer = words(template=TEMPLATE if chat else None)
     cpu: Seconds = {}
     wall: Seconds = {}
@@ -159,7 +159,7 @@ def measured(path: Path, *, chat: bool) -> tuple[Seconds, Seconds]:
 
 
 def figures(options: Config) -> list[dict[str, Any]]:
-    """Seconds by stage, of plain texts and of conversations."""
+    """Seconds by stage, for plain texts and conversations."""
     options.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     for chat, sizes in ((False, options.sizes), (True, options.chat_sizes)):
@@ -168,7 +168,7 @@ def figures(options: Config) -> list[dict[str, Any]]:
             path = options.out / f"{'chat' if chat else 'plain'}_{size}.jsonl"
             write(path, rows=size, chat=chat, seed=options.seed)
             cpu, wall = measured(path, chat=chat)
-            # What a template writes is written by another process.
+            # Another process applies the chat template.
             every.append(wall if chat else cpu)
             path.unlink()
         for stage in every[-1]:

@@ -1,7 +1,7 @@
-"""Seconds and resident memory of one step, and the numbers that go into it.
+"""Inputs of the sides of `benchmarks.logprobs`, and measurement of a step.
 
-For the sides of `benchmarks.logprobs`, each of which is a process of its own:
-standard library and NumPy alone, so that any framework's Python can run it. Linux only.
+Each side is a process. This file uses only the standard library and NumPy, so that the
+Python of any framework can run it. Linux only.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def inputs(*, rows: int, columns: int, width: int, words: int) -> Arrays:
 
 
 def measure(step: Callable[[], list[Any]], *, repeats: int) -> dict[str, Any]:
-    """Runs `step`, whose results are done when it returns, 1 + `repeats` times.
+    """Runs `step` 1 + `repeats` times; its results must be ready when it returns.
 
     Returns:
-      seconds, of the fastest repeat; mib, the most of resident memory above what was
-      there before; numbers, the 2-norm of each of the step's results.
+      seconds, of the fastest repeat; mib, the peak resident memory above that before
+      the first run; numbers, the 2-norm of each result.
     """
-    # 5 sets the high-water mark back to what is resident now.
+    # 5 resets the high-water mark to the current resident memory.
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before = _mib("VmRSS")
     results = step()

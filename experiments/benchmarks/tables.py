@@ -1,4 +1,4 @@
-"""What a person reads of `benchmark.py`."""
+"""The printed tables of `iteration.py`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rlhf_jax.runs import report
 
 PHASES = (*floor.PHASES, "iteration")
 GB, MIB = 10**9, 2**20
-PEER = "trl"  # whom the bounds are beside
-# {workload with lengths: the most of ours / PEER}. Measured on 2 cores, with room for
-# what else a machine does.
+PEER = "trl"  # the peer of the bounds
+# {workload with lengths: largest ratio of rlhf_jax to PEER}. Measured on 2 cores, with
+# a margin for other load on the machine.
 BOUNDS: Mapping[str, Mapping[str, float]] = {
     "medium": {"cold start": 2.5, "start": 1.3, "peak": 1.15, "iteration": 0.8}
 }
 
 
 def median(rounds: Sequence[Mapping[str, float]], phase: str) -> float:
-    """Seconds."""
+    """Median seconds of a phase."""
     return statistics.median(line[phase] for line in rounds)
 
 
@@ -31,14 +31,14 @@ def paired_ratio(
     theirs: Sequence[Mapping[str, float]],
     phase: str,
 ) -> float:
-    """Median over rounds of ours / theirs; below 1 ours is faster."""
+    """Median over rounds of ours / theirs; below 1 rlhf_jax is faster."""
     return statistics.median(_ratios(ours, theirs, phase))
 
 
 def ratio(
     ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]], phase: str
 ) -> str:
-    """Of the wall, with the least and the most of the rounds, and of the CPU."""
+    """The median ratio of wall seconds with its range, and that of CPU seconds."""
     wall = _ratios(ours, theirs, phase)
     shown = f"{statistics.median(wall):.2f} ({min(wall):.2f} - {max(wall):.2f})"
     mine, their = ([line.get("cpu") for line in lines] for lines in (ours, theirs))
@@ -58,7 +58,7 @@ def length(shape: Workload) -> float:
 
 
 def compile_seconds(run: Mapping[str, Any]) -> float:
-    """Of the iteration's program, or what the first iteration took beyond the next."""
+    """Compile seconds, or else the first iteration's seconds beyond the second's."""
     cold = run["cold"]
     if "compile" in cold:
         return cold["compile"]
@@ -67,19 +67,19 @@ def compile_seconds(run: Mapping[str, Any]) -> float:
 
 
 def first_seconds(start: Mapping[str, Any]) -> float:
-    """From the start of the process to the end of its first iteration."""
+    """Seconds from the start of the process to the end of its first iteration."""
     return start["start_up"] + start["warm_up"][0]
 
 
 def spread(rounds: Sequence[Mapping[str, float]], phase: str) -> str:
-    """Median, and the least and the most."""
+    """The median and the range, as text."""
     values = [line[phase] for line in rounds]
     low, high = min(values), max(values)
     return f"{statistics.median(values):.4g} ({low:.4g} - {high:.4g})"
 
 
 def machine(this: Mapping[str, Any]) -> None:
-    """What the floors rest on."""
+    """Prints the machine and the rates on which the floors depend."""
     print(
         f"{this['cpu']}, {this['cores']} cores, {this['backend']} ({this['device']}): "
         f"{this['matmul_flops'] / GB:.4g} GFLOP/s in products, "
@@ -91,7 +91,7 @@ def machine(this: Mapping[str, Any]) -> None:
 def workload(
     shape: Workload, measured: Mapping[str, Any], *, machine: Mapping[str, Any]
 ) -> bool:
-    """Times, ratios and memory of all who took part; whether the bounds hold."""
+    """Prints times, ratios and memory of all; returns whether the bounds hold."""
     runs, floor_seconds = measured["participants"], measured["floor"]
     if not runs:
         return True
@@ -191,12 +191,12 @@ def workload(
 def bounded(
     ratios: Mapping[str, float], bounds: Mapping[str, float], *, of: str
 ) -> bool:
-    """Prints each ratio beside its bound; whether all of them hold.
+    """Prints each ratio with its bound; returns whether all hold.
 
     Args:
-      ratios: ours / theirs, by what was measured.
-      bounds: the most that a ratio may be; what has none is left out.
-      of: who is measured, for the title.
+      ratios: {measure: ours / theirs}.
+      bounds: {measure: largest ratio}; other measures are not shown.
+      of: the compared participants, for the title.
     """
     rows = [
         (name, ratios[name], most, "yes" if ratios[name] <= most else "NO")
@@ -207,14 +207,14 @@ def bounded(
 
 
 def mib(size: float | None) -> float | None:
-    """Bytes as MiB; None is not known."""
+    """Bytes as MiB; None if unknown."""
     return None if size is None else size / MIB
 
 
 def utilisation(
     shape: Workload, runs: Mapping[str, Any], *, machine: Mapping[str, Any]
 ) -> None:
-    """Shares of the chip's peaks: products of the update, memory in the rollout."""
+    """Prints shares of the chip's peaks: FLOPs in the update, bytes in the rollout."""
     done = {phase: floor.total(steps) for phase, steps in floor.steps(shape).items()}
     report.table(
         "Share of the chip's peak (products in bfloat16)",

@@ -1,13 +1,14 @@
-"""What large values cost in the code verifier, beside the pickles that it had before.
+"""Compares large values in the code verifier with the pickles of an earlier version.
 
     python experiments benchmarks.verifier --out runs/verifier
 
-A program is handed a value of so many parts, returns it or changes it in place. Its
-tests run here and in the package of an earlier commit, which `git archive` brings from
-the repository, turn by turn. Measured: CPU seconds of a program's two processes, start
-included, the least of all rounds. Exit status 1 where a ratio is above `--most`.
+A program receives a value with many parts, returns it or changes it in place. Its tests
+run, in turns, in this package and in the package of an earlier commit, which
+`git archive` takes from the repository. Measured are the CPU seconds of a program's two
+processes, start included, as the minimum over the rounds. The exit status is 1 if a
+ratio is above `--most`.
 
-Expect ratios of 0.3 to 1.1, up to 1.4 of large integers, in two minutes.
+Expect ratios of 0.3 to 1.1, up to 1.4 for large integers, in two minutes.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import report
 
 ROOT = Path(__file__).resolve().parents[2]
-BEFORE = "9f05f1c16f223e3154be1092359f444c4f1763f0"  # the last with pickles
-VALUES = {  # of N parts, and a statement that changes one, called x
+BEFORE = "9f05f1c16f223e3154be1092359f444c4f1763f0"  # the last commit with pickles
+VALUES = {  # {name: (a value with N parts, a statement that changes it as x)}
     "lists": ("[[i, i + 1] for i in range(N)]", "x[0].append(1)"),
     "tuples": ("[(i, i + 1) for i in range(N)]", "x.pop()"),
     "dicts": ("[{'a': i} for i in range(N)]", "x[0]['b'] = 1"),
@@ -49,9 +50,9 @@ VALUES = {  # of N parts, and a statement that changes one, called x
         "x[0][2]['a'].append(1)",
     ),
 }
-SLOWER = {"large integers": 1.4}  # those beyond 64 bits are written in decimals
+SLOWER = {"large integers": 1.4}  # integers beyond 64 bits are written in decimal
 WAYS = ("result", "argument", "change")
-# Runs programs, one a line, and says the CPU seconds of the processes of each.
+# Runs one program per line and prints the CPU seconds of its processes.
 RUNS = """
 import json, resource, sys
 from rlhf_jax.verification.code import trial
@@ -75,7 +76,7 @@ class Program(NamedTuple):
 
 
 def program(name: str, way: str, number: int) -> Program:
-    """What is done with a value of `VALUES` in one of `WAYS`."""
+    """A program that uses a value of `VALUES` in one of `WAYS`."""
     value, change = VALUES[name]
     made = f"N = {number}\nx = {value}\n"
     if way == "result":
@@ -92,16 +93,15 @@ def program(name: str, way: str, number: int) -> Program:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     out: Path
-    """Folder of figures.json, and of the package as it was before."""
+    """Folder of figures.json and of the earlier package."""
     number: int = 100_000
-    """Parts of a value."""
+    """Number of parts of a value."""
     rounds: int = 3
-    """Runs of each program on either side, in turns."""
+    """Runs of each program on each side, in turns."""
     values: tuple[str, ...] = tuple(VALUES)
-    """Which values."""
+    """Values to measure."""
     most: float = 1.2
-    """Largest ratio of CPU seconds, now over before, that passes; large integers may
-    have 1.4."""
+    """Largest ratio of CPU seconds, now over before; 1.4 for large integers."""
 
     def __post_init__(self) -> None:
         checks.positive(number=self.number, rounds=self.rounds, most=self.most)
@@ -113,10 +113,10 @@ class Config:
 
 
 def package_before(place: Path) -> Path:
-    """The package of `BEFORE`, in a folder.
+    """Extracts the package of `BEFORE` into a folder.
 
     Raises:
-      InputError: it is in no repository here.
+      InputError: the repository lacks the commit.
     """
     command = ["git", "-C", str(ROOT), "archive", BEFORE, "rlhf_jax"]
     done = subprocess.run(command, capture_output=True, check=False)
@@ -131,9 +131,9 @@ def package_before(place: Path) -> Path:
 
 
 def started(package: Path) -> Any:
-    """A process that runs programs by the package in a folder."""
+    """Starts a process that runs programs with the package in a folder."""
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    # Its modules are compiled once, as they are where it is installed.
+    # Modules are compiled once, as in an installed package.
     pipes["env"] = os.environ | {"PYTHONDONTWRITEBYTECODE": ""}
     process: Any = subprocess.Popen([sys.executable, "-c", RUNS], cwd=package, **pipes)
     loaded = Path(process.stdout.readline().strip())
@@ -142,7 +142,7 @@ def started(package: Path) -> Any:
 
 
 def seconds(process: Any, tried: Program) -> float:
-    """CPU seconds of the program."""
+    """Runs the program and returns its CPU seconds."""
     process.stdin.write(json.dumps(tried._asdict()) + "\n")
     process.stdin.flush()
     taken, why = json.loads(process.stdout.readline())

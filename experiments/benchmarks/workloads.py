@@ -1,4 +1,4 @@
-"""What the benchmark of an iteration runs, by name."""
+"""The workloads of the benchmark of an iteration."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ LONG = Workload(
     num_epochs=1,
     num_minibatches=1,
 )
-# For --lengths lognormal --mean 0.22: where packing shortens much and starts cost most.
+# For --lengths lognormal --mean 0.22: packing shortens rows much, and starts cost most.
 MEDIUM = Workload(
     name="medium",
     num_layers=6,

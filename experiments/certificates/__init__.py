@@ -1,1 +1,1 @@
-"""Proofs by enumeration: gradients and optima, over all responses of a small world."""
+"""Certificates of gradients and optima, by enumeration of a small world's responses."""

@@ -1,4 +1,4 @@
-"""A policy gradient whose β comes down in stages, in the world of `enumerable`."""
+"""Policy gradients with β annealed in stages, in the world of `enumerable`."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from rlhf_jax.roles.reference.frozen import Frozen, FrozenModels, References
 from rlhf_jax.runs import run
 
 Array = jax.Array
-# `ppo.iteration` or another's, its options given.
+# `ppo.iteration`, or another method's, with its recipe bound.
 Iteration = Callable[..., tuple[TrainState, masked.Stats, Any]]
-ITERATIONS_A_STEP = 25  # of a stage, in one program
-SLIDE = 0.4  # share of a β's iterations in which it comes down from the last
-HOLD = 0.5  # share of them in which learning rates stay, before they fall
-LAST = 0.01  # what is left of them at the end
+ITERATIONS_A_STEP = 25  # iterations in one program, which is a step of a stage
+SLIDE = 0.4  # share of a level's iterations in which β falls to the level
+HOLD = 0.5  # share of a level's iterations before its learning rates fall
+LAST = 0.01  # final learning rate, as a share of the first
 
 
 def check_annealing(betas: Sequence[float], *, iterations: int) -> None:
-    """Raises InputError unless there are steps to anneal along."""
+    """Raises InputError unless `betas` fall and `iterations` fill whole steps."""
     checks.positive(iterations=iterations)
     checks.positive(**{f"betas[{i}]": beta for i, beta in enumerate(betas)})
     falls = all(high > low for high, low in itertools.pairwise(betas))
@@ -56,10 +56,10 @@ def check_annealing(betas: Sequence[float], *, iterations: int) -> None:
 
 
 def falling(learning_rate: float, *, updates: int, iterations: int) -> optax.Schedule:
-    """A learning rate that stays, and then falls, within the iterations of each β.
+    """A learning rate that is constant and then falls, anew at each level of β.
 
     Args:
-      updates: of an iteration.
+      updates: number of updates in an iteration.
     """
 
     def schedule(update: Any) -> Any:
@@ -70,7 +70,7 @@ def falling(learning_rate: float, *, updates: int, iterations: int) -> optax.Sch
 
 
 def annealing(betas: Sequence[float], *, iterations: int) -> kl_control.ScheduledKL:
-    """β, which slides down to each of `betas` and stays there."""
+    """A controller under which β falls to each of `betas` in turn and stays there."""
     levels = jnp.asarray(betas, jnp.float32)
     before = jnp.concatenate([levels[:1], levels[:-1]])
 
@@ -96,7 +96,7 @@ def advance(
     batch_size: int,
     further: References | None = None,
 ) -> tuple[TrainState, masked.Stats]:
-    """Some iterations in one program, and their stats together."""
+    """Runs ITERATIONS_A_STEP iterations in one program and sums their stats."""
 
     def iterate(train: TrainState, _: None) -> tuple[TrainState, masked.Stats]:
         train, stats, _ = iteration(
@@ -126,10 +126,10 @@ def improve(
     batch_size: int,
     further: References | None = None,
 ) -> list[Policy]:
-    """A policy gradient from the reference: what it is at the end of each of `betas`.
+    """Trains from the reference and returns the policy at the end of each of `betas`.
 
-    They are as long as each other, whatever the state's controller makes of them. With
-    further references the KL of a policy is KL_ref + Σ_i w_i·KL_i.
+    Every level has `iterations` iterations; the controller in `train` sets their β.
+    With further references the KL of a policy is KL_ref + Σ_i w_i·KL_i.
     """
     table = jnp.asarray(world.rewards, jnp.float32)
     reached = jnp.zeros((len(betas), enumerable.NUM_RESPONSES), jnp.float32)
@@ -185,7 +185,7 @@ def improve(
 def start(
     world: World, algorithm: ppo.PPO, controller: kl_control.KLController
 ) -> TrainState:
-    """Policy and critic as the reference."""
+    """Initial state: policy and critic trunk are copies of the reference."""
     return state.ppo_state(
         policy=storage.store(world.start),
         critic=critic.from_policy(world.start, model=algorithm.critic_model),

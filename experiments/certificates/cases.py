@@ -1,4 +1,4 @@
-"""A policy, an older one and a reference whose responses are enumerated."""
+"""Test cases of the certificates: a policy, an older policy and a reference."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference.frozen import Frozen
 
 Params = Any
-OPTIMIZER = optax.sgd(1.0)  # a PPO has one; none is run here
+OPTIMIZER = optax.sgd(1.0)  # a recipe needs one, but no step is taken
 
 
 class Case(NamedTuple):
@@ -34,12 +34,12 @@ class Case(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of what reads logits."""
+        """Keyword arguments of the functions that compute log-probs."""
         return {"model": self.model, "stop_ids": self.stop_ids}
 
 
 def draw(seed: int, *, hidden_size: int = 16, stop_ids: tuple[int, ...] = ()) -> Case:
-    """Random decoders, a nat or two from each other.
+    """Draws random decoders whose KLs to each other are a nat or two.
 
     Args:
       stop_ids: () for the 256 responses of 4 tokens, `enumerable.STOPS` for the 121 of
@@ -64,10 +64,10 @@ Named = TypeVar("Named", bound=_Named)
 
 
 def chosen(claims: Sequence[Named], *, only: Sequence[str]) -> list[Named]:
-    """Those whose name is one of `only`, with * for what may follow; none are all.
+    """Returns the claims whose name matches a pattern of `only`, all if it is empty.
 
     Raises:
-      InputError: one of them is the name of no claim.
+      InputError: a pattern matches no claim.
     """
     for pattern in only:
         if not any(fnmatch(claim.name, pattern) for claim in claims):

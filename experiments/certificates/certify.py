@@ -1,28 +1,29 @@
-"""Certificates of KL and PPO on a world where every response can be enumerated.
+"""Certificates of KL penalties and PPO, by enumeration of every response.
 
     python experiments certificates.certify --out runs/certify
 
-Four words, four columns, 256 responses (`enumerable.py`), so that nothing has to be
-believed of a sample. Three things are shown, and the exit status is 1 if one fails:
+The world has 4 tokens, 4 columns and 256 responses (`enumerable.py`), so expectations
+are sums and not estimates. Three things are certified; the exit status is 1 if one
+fails:
 
-gradients  Every KL estimator, placement and unit does to the policy what its name says
-           (`gradients.py`): expected gradients within 1e-5 of autodiff, with
-           responses of one length, and with a stop token and 121 of 1 to 4 words.
-optimum    PPO as it always runs (sampler, critic, GAE, clipping) reaches
+gradients  Every KL estimator, placement and unit has the expected gradient that its
+           name states (`gradients.py`), within 1e-5 of autodiff: with responses of one
+           length, and with a stop token and the 121 responses of 1 to 4 tokens.
+optimum    PPO as in any run (sampler, critic, GAE, clipping) reaches
            π* ∝ π_ref exp(r/β), KL(π ‖ π*) <= 0.01 nats, with β annealed down from 1.
-           β fixed from the start is reported beside it: it tends to lose modes of π*.
-frontier   The reward that it reaches at its KL is the most that there is.
+           Runs with a fixed β are reported as well: they tend to lose modes of π*.
+frontier   The reward that PPO reaches is the largest that its KL allows.
 
-Rewards are drawn from printed seeds, a world each, so far from the reference that
+Each world draws its rewards from a printed seed. They are scaled so that
 KL(π_ref ‖ π*) is 3.5 nats at β = 0.1.
 
-Expect all 184 certificates to hold; the record is without the ten of sampled tails and
-mixtures of references. Of the 75 gradients with responses of one length
-the largest error is 2.4e-6, of the 51 with a stop token 4.5e-6; over seeds 0 to 2 the
-annealed policy ends at most 0.0031 nats from π*. With β fixed it ends at most 0.0012
-nats away at 0.3, but 0.023, 0.49 and 0.17 at 0.1, where 2 - 38% of the mass of π* lies
-on responses that it has lost. Recorded in `recorded/certify`: 39 minutes on two CPU
-cores with other work beside it; 123 certificates, without the 51, took 9 with none.
+Expect all 184 certificates to hold; the record lacks the ten of sampled tails and
+mixtures of references. The largest error is 2.4e-6 among the 75 gradients with
+responses of one length and 4.5e-6 among the 51 with a stop token. Over seeds 0 to 2 the
+annealed policy ends at most 0.0031 nats from π*. With a fixed β it ends at most 0.0012
+nats away at 0.3, but 0.023, 0.49 and 0.17 at 0.1, having lost responses with 2 - 38% of
+the mass of π*. Recorded in `recorded/certify`: 39 minutes on two CPU cores with other
+work beside it; without the 51 gradients, 123 certificates took 9 minutes on idle cores.
 """
 
 from __future__ import annotations
@@ -58,14 +59,14 @@ from rlhf_jax.runs import command_line, run, run_config
 
 Array = jax.Array
 
-FIXED = (0.3, 0.1)  # β from the start, beside those that are annealed to
+FIXED = (0.3, 0.1)  # β of the runs without annealing
 
 
 class Setting(NamedTuple):
-    """Where claims about gradients are to hold."""
+    """The setting of a claim about a gradient."""
 
     temperature: float
-    stop_ids: tuple[int, ...]  # what ends a response; () is nothing
+    stop_ids: tuple[int, ...]  # () for responses of one length
 
 
 NOT_COVERED = (
@@ -79,30 +80,31 @@ NOT_COVERED = (
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(run_config.RunConfig):
     num_worlds: int = 3
-    """Worlds, each of a seed of its own: --seed, the next, ..."""
+    """Number of worlds; their seeds are --seed, --seed + 1, ..."""
     betas: tuple[float, ...] = (1.0, 0.55, 0.3, 0.17, 0.1)
-    """Reward units per nat, falling; the policy of each starts the next."""
+    """β of each level, reward units per nat, falling; a level starts where the last
+    one ended."""
     iterations: int = 600
-    """PPO iterations at each beta; a multiple of 25."""
+    """PPO iterations at each β; a multiple of 25."""
     fixed: bool = True
-    """Also run at a beta of 0.3 and 0.1 from the start, and report it."""
+    """Also run with β fixed at 0.3 and 0.1, and report the distances."""
     gradients: Literal["all", "table", "none"] = "all"
-    """Every penalty at two temperatures, and with a stop token; those of the
-    literature's table at one and without; or none: PPO alone."""
+    """Which gradients to certify: all of them at two temperatures and with a stop
+    token; those of the literature's table at one temperature; or none (PPO only)."""
     distance: float = 3.5
-    """KL from the reference to the optimum at a beta of 0.1, nats; scales rewards."""
+    """KL from the reference to the optimum at β = 0.1, nats; it scales the rewards."""
     hidden_size: int = 32
     """Width of policy, reference and critic."""
     batch_size: int = 512
-    """Responses an iteration."""
+    """Responses per iteration."""
     num_epochs: int = 1
     """Passes over each batch."""
     num_minibatches: int = 2
-    """Optimizer steps a pass."""
+    """Optimizer steps per pass."""
     policy_learning_rate: float = 3e-3
-    """At the start of each beta."""
+    """Learning rate of the policy at the start of each β."""
     critic_learning_rate: float = 1e-2
-    """At the start of each beta."""
+    """Learning rate of the critic at the start of each β."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -117,7 +119,7 @@ class Config(run_config.RunConfig):
 
     @property
     def claims(self) -> list[tuple[Claim, Setting]]:
-        """What is claimed of gradients, and in what setting."""
+        """The claims about gradients, each with its setting."""
         match self.gradients:
             case "all":
                 groups = [
@@ -133,16 +135,16 @@ class Config(run_config.RunConfig):
 
     @property
     def fixed_betas(self) -> tuple[float, ...]:
-        """What is run at a fixed β: of `FIXED` those that are annealed to as well."""
+        """The fixed β to run: those of `FIXED` that are also among `betas`."""
         return tuple(beta for beta in FIXED if self.fixed and beta in self.betas)
 
     def iterations_until(self, beta: float) -> int:
-        """PPO iterations, from the reference to the end of `beta`."""
+        """PPO iterations from the reference to the end of the level `beta`."""
         return self.iterations * (1 + self.betas.index(beta))
 
 
 def algorithm_of(options: Config) -> ppo.PPO:
-    """PPO with sampler, critic, GAE and clip, but nothing that biases its optimum."""
+    """PPO with sampler, critic, GAE and clip, without options that bias its optimum."""
     model = enumerable.model(hidden_size=options.hidden_size)
     rate = functools.partial(
         falling,
@@ -157,8 +159,8 @@ def algorithm_of(options: Config) -> ppo.PPO:
         max_new_tokens=enumerable.LENGTH,
         stop_ids=(),
         temperature=1.0,
-        # Where the policy is optimal r - β log(π/π_ref) is the same for every
-        # response: with a critic that knows it no noise is left, unless it is whitened.
+        # At the optimum r - β log(π/π_ref) is the same for every response, so with an
+        # exact critic the advantages are 0. Whitening would scale up their noise.
         whiten_advantages=None,
         value_clip_range=None,
         vf_coef=0.5,
@@ -170,7 +172,7 @@ def algorithm_of(options: Config) -> ppo.PPO:
 
 
 def certify_gradients(job: run.Run, options: Config) -> list[Finding]:
-    """Every claim about a gradient; a stage, so that it shows how far it is."""
+    """Certifies every claim about a gradient; as a stage, so that progress is shown."""
     claims = options.claims
     stage_state = {
         "figures": jnp.zeros((len(claims), len(Finding._fields) - 3), jnp.float32)

@@ -2,18 +2,18 @@
 
     python experiments certificates.certify_corrections --out runs/certify_corrections
 
-Four words of which one ends a response, so that all 121 responses of 1 to 4 words are
-known, and all pairs of them. The samples stay those of the first policy while it takes
-updates up ∇E[r] (`corrections/gradients.py`). One table, a row for each correction; the
-exit status is 1 if one fails:
+The world has 4 tokens, one of which ends a response; all 121 responses of 1 to 4 tokens
+and all their pairs are enumerated. The samples stay those of the first policy while the
+policy takes updates along ∇E[r] (`corrections/gradients.py`). The command prints one
+table with a row per correction, and the exit status is 1 if one fails:
 
-target   After 0, 1, 2 and 4 updates the expected gradient, measured through the log-
-         probs, the experience and the loss of a run, is that of the objective that is
-         named, within 1e-5. Where that is not E[r], the bias is named and seen.
-cosine   Between it and ∇E[r] of the policy as it is then; of a KL in the loss, the
-         gradient of the reverse KL at the sampler's prefixes.
-optimum  Where the policy is π* ∝ π_ref exp(r/β), with the KL in the reward, it is 0,
-         whoever drew the samples.
+target   After 0, 1, 2 and 4 updates the expected gradient, measured through the
+         log-probs, the experience and the loss of a run, is that of the named objective
+         within 1e-5. Where the objective is not E[r], its bias is named and detected.
+cosine   Cosine of this gradient to ∇E[r] of the current policy; for a KL in the loss,
+         to the gradient of the reverse KL at the sampler's prefixes.
+optimum  At π* ∝ π_ref exp(r/β), with the KL in the reward, the gradient is 0 for
+         samples of any policy.
 cut      Share of the tokens of the 121 responses whose weight a bound has cut.
 """
 
@@ -43,9 +43,9 @@ NOT_COVERED = (
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(run_config.RunConfig):
     num_worlds: int = 1
-    """Policies and tables of rewards, each of a seed: --seed, the next, ..."""
+    """Number of worlds (policies and rewards); seeds are --seed, --seed + 1, ..."""
     only: tuple[str, ...] = ()
-    """Names of certificates, with * for what may follow; none are all."""
+    """Names of certificates to check, * matches any text; empty checks all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,11 +54,11 @@ class Config(run_config.RunConfig):
 
 
 def show(findings: list[Finding], *, seed: int) -> None:
-    """Prints the table, and why what is biased is.
+    """Prints the table and the reason of each bias.
 
-    Columns: the objective; the largest error against its gradient; what is left at the
-    optimum; the share that is cut after the last update; the cosine after each number
-    of updates.
+    Columns: the objective; the largest error against its gradient; the gradient left at
+    the optimum; the share of tokens cut after the last update; the cosine after each
+    number of updates.
     """
     updates = ", ".join(map(str, STALE))
     report.table(
@@ -83,7 +83,7 @@ def show(findings: list[Finding], *, seed: int) -> None:
 
 
 def main(options: Config) -> None:
-    """Prints the tables, and raises StopError where a certificate fails."""
+    """Prints the tables; raises StopError if a certificate fails."""
     started = time.perf_counter()
     shown: dict[str, bool] = {}
     rows = []

@@ -1,20 +1,20 @@
-"""Certificates of distillation: what its gradients are of, and where it ends.
+"""Certificates of distillation: its expected gradients and its optimum.
 
     python experiments certificates.certify_distill --out runs/certify_distill
 
-Four words, of which one ends a response: all 121 responses of 1 to 4 words are known,
-and so is every divergence of a student from a teacher that is twice as wide. The exit
-status is 1 if one of these fails:
+The world has 4 tokens, one of which ends a response. All 121 responses of 1 to 4 tokens
+are enumerated, and so every divergence of a student from a teacher of twice its width
+is exact. The exit status is 1 if one of these fails:
 
-gradients  The expected gradient of the loss of a run, summed over all responses by
-           their probability, is within 1e-5 that of the sum of divergences along
-           prefixes that are held fixed. With k1 in the reward it is that of
-           KL(student ‖ teacher) of whole responses, and with a reward beside it that of
-           β·KL - E[r]. Of a teacher that reads a success of a pair it is that of the
-           divergence given it, in the mean over the responses of a pair that have one.
-optimum    The teacher is where it ends: a student that samples and learns as a run does
-           reaches KL(student ‖ teacher) <= 0.03 nats from more than 0.5, with every
-           divergence. Sums are over all 256 responses of four words.
+gradients  The expected gradient of a run's loss is, within 1e-5, that of the sum of
+           divergences along prefixes that are held fixed. With k1 in the reward it is
+           that of KL(student ‖ teacher) of whole responses, and with a reward as well
+           that of β·KL - E[r]. If the teacher reads a success of the pair (SDPO), it is
+           that of the divergence given the success, averaged over the responses of the
+           pair that have one.
+optimum    A student that samples and learns as in a run reaches
+           KL(student ‖ teacher) <= 0.03 nats from more than 0.5, with every divergence.
+           Sums are over all 256 responses of 4 tokens.
 
 Expect all 12 certificates of a world to hold. Over seeds 0 to 2 the largest error of a
 gradient is 1.4e-6, and the student ends 0.0014 to 0.0126 nats from its teacher.
@@ -50,11 +50,11 @@ from rlhf_jax.runs import command_line, report, run, run_config
 Array = jax.Array
 Params = Any
 TOLERANCE = 1e-5  # of a gradient, share of the largest entry of its target
-NATS = 0.03  # KL(student ‖ teacher) that is reached, of a response
-FARTHEST = 0.5  # and that it is more than at first
-BETA = 0.3  # of the gradients
-SCALE = 0.3  # of the noise in every leaf of a teacher
-ITERATIONS_A_STEP = 25  # in one program
+NATS = 0.03  # largest final KL(student ‖ teacher), nats per response
+FARTHEST = 0.5  # smallest initial KL(student ‖ teacher), nats per response
+BETA = 0.3  # β of the certified gradients
+SCALE = 0.3  # standard deviation of the noise on every leaf of a teacher
+ITERATIONS_A_STEP = 25  # iterations in one program
 DIVERGENCES: dict[str, dict[str, Any]] = {
     "reverse": {"divergence": "reverse"},
     "forward": {"divergence": "forward"},
@@ -63,19 +63,19 @@ DIVERGENCES: dict[str, dict[str, Any]] = {
 
 
 class Claim(NamedTuple):
-    """An option of distillation, and what its expected gradient is of."""
+    """An option of distillation and a function that has its expected gradient."""
 
     name: str
     recipe: DistillRecipe
     rewarded: bool
-    # (log-probs f32[N, 4], of all words f32[N, 4, V], the teacher's of both, rewards
-    # f32[N], mask bool[N, 4]) -> f32[]; its gradient is the target.
+    # (log-probs f32[N, 4] of the response, f32[N, 4, V] of all tokens, both of the
+    # teacher, rewards f32[N], mask bool[N, 4]) -> f32[]; its gradient is the target.
     value: Callable[..., Array]
-    shown: tuple[int, ...] = ()  # what the teacher reads before the prompt
+    shown: tuple[int, ...] = ()  # tokens that the teacher reads before the prompt
 
 
 def along_fixed_prefixes(divergence: Callable[[Array, Array], Array]) -> Any:
-    """Σ_y π(y) Σ_t D_t with π(y) held fixed; D of log-probs of student and teacher."""
+    """β Σ_y π(y) Σ_t D_t, π(y) held fixed; D takes log-probs of student and teacher."""
 
     def value(logprobs: Array, words: Array, _: Array, of_teacher: Array, *rest: Array):
         chance = jax.lax.stop_gradient(jnp.exp(logprobs.sum(axis=1)))
@@ -92,7 +92,7 @@ def whole(logprobs: Array, _: Array, of_teacher: Array, __: Array, *rest: Array)
 
 
 def less_reward(value: Any) -> Any:
-    """The value less E[r]."""
+    """Returns `value` - E[r]."""
 
     def less(logprobs: Array, *others: Array) -> Array:
         chance = jnp.exp(logprobs.sum(axis=1))
@@ -102,23 +102,23 @@ def less_reward(value: Any) -> Any:
 
 
 def reverse(q: Array, p: Array) -> Array:
-    """KL(student ‖ teacher) of log-probs, term by term."""
+    """Terms of KL(student ‖ teacher), from log-probs."""
     return jnp.exp(q) * (q - p)
 
 
 def forward(q: Array, p: Array) -> Array:
-    """KL(teacher ‖ student) of log-probs, term by term."""
+    """Terms of KL(teacher ‖ student), from log-probs."""
     return jnp.exp(p) * (p - q)
 
 
 def jensen_shannon(q: Array, p: Array, *, beta: float) -> Array:
-    """Agarwal et al. 2023, eq. 1, term by term."""
+    """Terms of the Jensen-Shannon divergence: Agarwal et al. 2023, eq. 1."""
     mixture = jnp.log(beta * jnp.exp(p) + (1 - beta) * jnp.exp(q))
     return beta * jnp.exp(p) * (p - mixture) + (1 - beta) * jnp.exp(q) * (q - mixture)
 
 
 def recipe(**options: Any) -> DistillRecipe:
-    """Without what biases an expected gradient."""
+    """A recipe without options that bias the expected gradient."""
     return DistillRecipe(
         aggregation="constant",
         loss_scale_factor=1.0,
@@ -165,15 +165,15 @@ NOT_COVERED = (
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(run_config.RunConfig):
     num_worlds: int = 1
-    """Students, teachers and rewards, each of a seed: --seed, the next, ..."""
+    """Number of students and teachers; their seeds are --seed, --seed + 1, ..."""
     iterations: int = 500
     """Iterations from student to teacher; a multiple of 25."""
     hidden_size: int = 32
-    """Width of the student; the teacher's is twice as large."""
+    """Width of the student; the teacher is twice as wide."""
     batch_size: int = 128
     """Responses per iteration."""
     learning_rate: float = 3e-3
-    """At the start."""
+    """Initial learning rate."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -186,7 +186,7 @@ class Config(run_config.RunConfig):
 
 
 def distill(options: DistillRecipe, *, hidden_size: int, **others: Any) -> Distill:
-    """A recipe in the world."""
+    """The algorithm of a recipe in the world's model."""
     return Distill(
         **vars(options),
         model=enumerable.model(hidden_size=hidden_size),
@@ -213,7 +213,7 @@ def pair(
 
 
 def gradient_error(claim: Claim, *, seed: int, hidden_size: int) -> float:
-    """Largest entry of measured less named, of the largest entry of named."""
+    """Returns max|measured - named| / max|named| over the entries of the gradients."""
     student, teacher = pair(seed, hidden_size=hidden_size, shown=len(claim.shown))
     stops = enumerable.STOPS
     algorithm = distill(
@@ -233,18 +233,18 @@ def gradient_error(claim: Claim, *, seed: int, hidden_size: int) -> float:
 
     every = enumerable.every_mask(stops)
 
-    def behind(shown: tuple[int, ...]) -> tuple[Array, Array]:
+    def prefixed(shown: tuple[int, ...]) -> tuple[Array, Array]:
         before = jnp.tile(jnp.array(shown, jnp.int32), (len(tokens), 1))
-        seen = jnp.ones(before.shape, bool)
+        prefix_mask = jnp.ones(before.shape, bool)
         return (
             jnp.concatenate([before, tokens], axis=1),
-            jnp.concatenate([seen, every], axis=1),
+            jnp.concatenate([prefix_mask, every], axis=1),
         )
 
     def known(
         params: Params, model: Any, shown: tuple[int, ...] = ()
     ) -> tuple[Array, Array]:
-        texts, within = behind(shown)
+        texts, within = prefixed(shown)
         logits = policy.logits(params, model=model, tokens=texts, mask=within)
         first = len(shown) + enumerable.PROMPT
         words = jax.nn.log_softmax(logits)[:, first - 1 : -1]
@@ -267,7 +267,7 @@ def gradient_error(claim: Claim, *, seed: int, hidden_size: int) -> float:
         beta = jnp.float32(BETA)
         experience, _ = algorithm.experience(scored, kl_coef=beta)
         if claim.shown:
-            read = [x[:1, : -enumerable.LENGTH] for x in behind(claim.shown)]
+            read = [x[:1, : -enumerable.LENGTH] for x in prefixed(claim.shown)]
             states = teacher_states(
                 teacher,
                 rollout=dataclasses.replace(
@@ -305,10 +305,10 @@ def gradient_error(claim: Claim, *, seed: int, hidden_size: int) -> float:
 
 
 def successes_error(*, seed: int, hidden_size: int, count: int = 3) -> float:
-    """`gradient_error` of SDPO: pairs of responses, of which `count` are successes.
+    """`gradient_error` of SDPO over pairs of responses, of which `count` are successes.
 
-    Of a pair (y, c) with a success c the loss is β·D(y; c), its teacher given c, and of
-    two successes the mean of β·D(y; c) and β·D(c; y), along prefixes held fixed.
+    For a pair (y, c) with a success c the loss is β·D(y; c), where the teacher reads c.
+    For two successes it is the mean of β·D(y; c) and β·D(c; y), prefixes held fixed.
     """
     shown = enumerable.LENGTH  # columns of a demonstration
     student, teacher = pair(seed, hidden_size=hidden_size, shown=shown)
@@ -325,18 +325,18 @@ def successes_error(*, seed: int, hidden_size: int, count: int = 3) -> float:
     success = np.isin(np.arange(len(tokens)), chosen)
     beta = jnp.float32(BETA)
 
-    def behind(number: int) -> TeacherPrompts:
-        """The response of a number, left-padded, and the prompt; in every row."""
+    def teacher_prompts(number: int) -> TeacherPrompts:
+        """The response `number`, left-padded, and the prompt; the same in every row."""
         own = mask[number, enumerable.PROMPT :]
         order = jnp.argsort(own, stable=True)
         prompt = enumerable.PROMPT
         before = tokens[number, prompt:][order], own[order]
-        read, seen = (
+        read, read_mask = (
             jnp.concatenate([x, rest[number, :prompt]])
             for x, rest in zip(before, (tokens, mask), strict=True)
         )
         return TeacherPrompts(
-            *(jnp.tile(x, (len(tokens), 1)) for x in (read, seen)),
+            *(jnp.tile(x, (len(tokens), 1)) for x in (read, read_mask)),
             taught=jnp.ones(len(tokens), bool),
         )
 
@@ -347,9 +347,9 @@ def successes_error(*, seed: int, hidden_size: int, count: int = 3) -> float:
             model=model,
             max_new_tokens=enumerable.LENGTH,
             temperature=1.0,
-            prompts=behind(number),
+            prompts=teacher_prompts(number),
         ).hidden
-        assert hidden is not None  # as there is a head
+        assert hidden is not None  # because the teacher has a head
         return hidden
 
     rollout = enumerable.every_response(
@@ -357,7 +357,7 @@ def successes_error(*, seed: int, hidden_size: int, count: int = 3) -> float:
     )
     states = {int(number): given(int(number), rollout) for number in chosen}
     chance = jnp.exp(rollout.old_logprobs.sum(axis=1))
-    # Of a pair in either order, where one alone is a success.
+    # A pair with one success counts in both orders.
     orders = jnp.where(jnp.asarray(success), 1.0, 2.0)
 
     def measured(params: Params) -> Array:
@@ -374,7 +374,7 @@ def successes_error(*, seed: int, hidden_size: int, count: int = 3) -> float:
 
         def beside(number: int) -> Array:
             own = jax.tree.map(lambda leaf: leaf[number], experience)
-            # Of the success itself its teacher reads the other, where that is one too.
+            # The teacher of the success reads the other response, if it succeeded too.
             read = jnp.zeros_like(states[number])
             for other in states:
                 read = read.at[other].set(states[other][number])
@@ -411,11 +411,11 @@ def successes_error(*, seed: int, hidden_size: int, count: int = 3) -> float:
     def named(params: Params) -> Array:
         q, total = words_of(params, model, None), jnp.zeros(())
         for number in states:
-            p = words_of(frozen.read(teacher), teacher.model, behind(number))
+            p = words_of(frozen.read(teacher), teacher.model, teacher_prompts(number))
             of_rows = jnp.where(
                 mask[:, enumerable.PROMPT :], reverse(q, p).sum(axis=-1), 0.0
             ).sum(axis=1)
-            # Half of each of two, which both orders of the pair count.
+            # Two successes count half each, in both orders of the pair.
             total += chance[number] * (chance * orders) @ of_rows
         return BETA * total
 
@@ -426,7 +426,7 @@ def successes_error(*, seed: int, hidden_size: int, count: int = 3) -> float:
 
 
 def reach(options: Config, divergence: dict[str, Any], *, seed: int) -> list[float]:
-    """KL(student ‖ teacher) before, and after every tenth of the iterations, nats."""
+    """KL(student ‖ teacher), nats, before and after every tenth of the iterations."""
     student, teacher = pair(seed, hidden_size=options.hidden_size)
     assert teacher.model is not None
     algorithm = distill(
@@ -478,7 +478,7 @@ def reach(options: Config, divergence: dict[str, Any], *, seed: int) -> list[flo
 
 
 def main(options: Config) -> None:
-    """Prints the tables, and raises StopError where a certificate fails."""
+    """Prints the tables; raises StopError if a certificate fails."""
     started = time.perf_counter()
     shown: dict[str, bool] = {}
     errors, reached = [], []

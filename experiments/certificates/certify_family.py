@@ -2,26 +2,26 @@
 
     python experiments certificates.certify_family --out runs/certify_family
 
-Four words, four columns, 256 responses, all of them known (`enumerable.py`). Two things
-are shown, and the exit status is 1 if one fails:
+The world has 4 tokens, 4 columns and 256 responses, all enumerated (`enumerable.py`).
+Two things are certified; the exit status is 1 if one fails:
 
 estimators  The expected gradient of each policy gradient over groups is that of
-            E[r] - β·KL, to within 1e-5 and a factor that is named, with responses of
-            one length, and with a stop token and responses of 1 to 4 words; what is
-            biased is named too, and seen to be (`groups.py`).
-optimum     GRPO without the std and RLOO, as they always run, come within 0.03 nats of
-            π* ∝ π_ref exp(r/β), with β annealed down from 1; DPO, with every pair of
-            responses and exact Bradley-Terry labels, within 0.01 (`dpo.py`).
+            E[r] - β·KL up to a named factor, within 1e-5: with responses of one length,
+            and with a stop token and responses of 1 to 4 tokens. Biased estimators are
+            named, and their bias is detected (`groups.py`).
+optimum     GRPO without the std and RLOO, as in any run, come within 0.03 nats of
+            π* ∝ π_ref exp(r/β), with β annealed down from 1. DPO, on every pair of
+            responses with exact Bradley-Terry labels, comes within 0.01 (`dpo.py`).
 
-GRPO has k2 of responses in the loss. The mean of its group holds the response itself,
-so that its reward counts (G - 1)/G and its optimum is that of a β larger by as much:
-the groups here are of 64. RLOO has the KL in the reward and no such factor.
+GRPO has k2 of responses in the loss. Its group mean includes the response itself, which
+scales the reward by (G - 1)/G, so its optimum is that of β·G/(G - 1); groups are of 64.
+RLOO has the KL in the reward and no such factor.
 
 Expect all 123 certificates to hold, after 12 minutes on two CPU cores (with other work
-beside it). Of seeds 0 to 2 and five β KL(π ‖ π*) was at most 0.0161 nats by GRPO,
-0.0009 by RLOO and 0.0013 by DPO, and the identity held to 1e-7. k2 of responses is
+beside it). Over seeds 0 to 2 and five β KL(π ‖ π*) was at most 0.0161 nats for GRPO,
+0.0009 for RLOO and 0.0013 for DPO, and the identity held to 1e-7. k2 of responses is
 noisy: with half the iterations GRPO ended 0.036 nats away in one of the worlds, and
-with those and twice the batch it lost 84% of the optimum.
+with half the iterations and twice the batch it lost 84% of the optimum.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.runs import command_line, report, run, run_config
 
-NATS = 0.03  # KL(π ‖ π*) of a policy that has reached the optimum without a critic
+NATS = 0.03  # largest KL(π ‖ π*) at the optimum, for methods without a critic
 RECIPES = {
     "grpo": grpo.GroupRecipe(
         penalty=Penalty("k2", placement="loss", per="response"),
@@ -77,27 +77,28 @@ NOT_COVERED = (
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(run_config.RunConfig):
     num_worlds: int = 3
-    """Worlds, each of a seed of its own: --seed, the next, ..."""
+    """Number of worlds; their seeds are --seed, --seed + 1, ..."""
     algorithms: tuple[Literal["grpo", "rloo", "dpo"], ...] = ("grpo", "rloo", "dpo")
-    """What is to reach the optimum."""
+    """Methods that are to reach the optimum."""
     betas: tuple[float, ...] = (1.0, 0.55, 0.3, 0.17, 0.1)
-    """Of GRPO and RLOO, reward units per nat, falling: each policy starts the next."""
+    """β of each level of GRPO and RLOO, reward units per nat, falling; a level starts
+    where the last one ended."""
     iterations: int = 1200
-    """Of GRPO and RLOO at each beta; a multiple of 25."""
+    """Iterations of GRPO and RLOO at each β; a multiple of 25."""
     dpo_betas: tuple[float, ...] = (1.0, 0.3, 0.1)
-    """Of DPO, a run each."""
+    """β of the DPO runs."""
     distance: float = 3.5
-    """KL from the reference to the optimum at a beta of 0.1, nats; scales rewards."""
+    """KL from the reference to the optimum at β = 0.1, nats; it scales the rewards."""
     hidden_size: int = 32
     """Width of policy and reference."""
     batch_size: int = 512
-    """Responses an iteration."""
+    """Responses per iteration."""
     group_size: int = 64
-    """Of them in a group."""
+    """Responses per group."""
     num_minibatches: int = 2
-    """Optimizer steps an iteration."""
+    """Optimizer steps per iteration."""
     learning_rate: float = 3e-3
-    """At the start of each beta."""
+    """Learning rate at the start of each β."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,7 +113,7 @@ class Config(run_config.RunConfig):
 
 
 def algorithm_of(recipe: grpo.GroupRecipe, options: Config) -> grpo.GRPO:
-    """One of `RECIPES`; whatever biases its optimum is off."""
+    """The algorithm of one of `RECIPES`, without options that bias its optimum."""
     chosen = dataclasses.replace(
         recipe, group_size=options.group_size, num_minibatches=options.num_minibatches
     )
@@ -135,11 +136,11 @@ def algorithm_of(recipe: grpo.GroupRecipe, options: Config) -> grpo.GRPO:
 
 
 def certify_estimators(seed: int) -> list[Certificate]:
-    """Prints what each estimator is worth, and says what of it holds.
+    """Certifies the gradient of each estimator and prints the table.
 
-    Columns: tokens of a response; the share of ∇E[r] that it has; its error, of the
-    largest entry of ∇E[r]; the cosine of its angle to the gradient of E[r] - β·KL; and
-    where lengths differ the share of ∇E[r] at depths 0 to 3.
+    Columns: tokens of a response; the estimator's share of ∇E[r]; its error, relative
+    to the largest entry of ∇E[r]; its cosine to the gradient of E[r] - β·KL; and, where
+    lengths differ, its share of ∇E[r] at depths 0 to 3.
     """
     findings = []
     for stop_ids in ((), enumerable.STOPS):
@@ -178,7 +179,7 @@ def certify_estimators(seed: int) -> list[Certificate]:
 
 
 def reach_by_dpo(world: World, *, beta: float, model: ModelConfig) -> Policy:
-    """What DPO makes of the reference; nothing in it computes a KL."""
+    """The policy that DPO reaches from the reference, without computing a KL."""
     log_policy = dpo.reach(world, beta=beta, model=model)
     return Policy(log_policy, enumerable.divergence(log_policy, world.log_ref))
 

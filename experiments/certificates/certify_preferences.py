@@ -2,23 +2,23 @@
 
     python experiments certificates.certify_preferences --out runs/certify_preferences
 
-Four words, four columns, 256 responses, all of them known (`enumerable.py`). Offline
-losses are summed over all pairs of responses, with the probability of each label
-(`preferences.py`); online DPO and Nash-MD are sampled and trained as in a run. The exit
-status is 1 if one fails:
+The world has 4 tokens, 4 columns and 256 responses, all enumerated (`enumerable.py`).
+Offline losses are summed over all pairs of responses, weighted by the probability of
+each label (`preferences.py`); online DPO and Nash-MD sample and train as in a run. The
+exit status is 1 if one of these fails:
 
 formula  The gradient of the expected loss is that of the formula, within 1e-5.
-optimum  Training ends within 0.01 nats (Nash-MD: 0.02) of what is named; where there is
-         a bias it is seen to end elsewhere than at π* ∝ π_ref exp(r/β).
+optimum  Training ends within 0.01 nats (Nash-MD: 0.02) of the named policy; a biased
+         method is shown not to end at π* ∝ π_ref exp(r/β).
 
-With labels flipped at a rate of 0.2 robust DPO has DPO's gradient on clean labels and
-reaches π*; DPO and cDPO do not. KTO has no optimum: it goes on to the responses that
-most labels call desirable, and its z0 is 0 however far the policy has come. SimPO's
-optimum does not know the reference. Online DPO reaches π* where the judge prefers by
-the chance of Bradley and Terry; where the higher score always wins it collapses onto
-one response, which need not be the best. Nash-MD reaches its fixed point, π ∝ π_ref
-exp(P(y beats π^mix)/τ), with the mixture of each token's distributions that it samples
-from.
+If a fifth of the labels is flipped, robust DPO has DPO's gradient on clean labels and
+reaches π*; DPO and cDPO do not. KTO has no optimum: it moves on towards the responses
+that most labels call desirable, and its z0 is 0 at any distance. The optimum of SimPO
+does not depend on the reference. Online DPO reaches π* if the judge prefers with the
+Bradley-Terry probability; if the higher score always wins, it collapses onto one
+response, which need not be the best. Nash-MD reaches its fixed point,
+π ∝ π_ref exp(P(y beats π^mix)/τ), where π^mix mixes the distributions of each token, as
+its sampler does.
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.runs import command_line, report, run, run_config
 
-LEAST_DISTANCE = 0.03  # nats from π*, of a bias that is claimed
+LEAST_DISTANCE = 0.03  # smallest KL(π ‖ π*), nats, that shows a claimed bias
 SIMPO_BETA = 2.0
-MIXTURE = 0.125  # of Nash-MD, the share of the reference
-NASH_NATS = 0.02  # from its fixed point: a policy gradient without any baseline
+MIXTURE = 0.125  # share of the reference in the mixture of Nash-MD
+NASH_NATS = 0.02  # largest KL to the fixed point of Nash-MD, which has no baseline
 
 
 class Finding(NamedTuple):
-    """What became of a method."""
+    """The measurements of a method."""
 
     method: str
-    optimum: str  # what training is to end at, or what happens instead
-    error: float  # of the gradient against the formula; NaN where it is sampled
-    distance: float  # KL(π ‖ what is named), nats
-    from_best: float  # KL(π ‖ π*), nats
+    optimum: str  # the policy that training should reach, or what happens instead
+    error: float  # of the gradient against the formula; NaN if gradients are sampled
+    distance: float  # KL from π to the named policy, nats
+    from_best: float  # KL(π ‖ π*), nats; NaN for Nash-MD, which has no π*
     biased: bool
-    within: float = verdicts.NATS  # of what is named, nats
+    within: float = verdicts.NATS  # largest `distance` that holds, nats
 
     @property
     def holds(self) -> bool:
-        """The formula's gradient, and the optimum's policy or a bias that is seen."""
+        """Whether gradient and final policy are as named, and any bias is detected."""
         small = math.isnan(self.error) or self.error <= TOLERANCE
         ends = self.from_best > LEAST_DISTANCE if self.biased else True
         return small and ends and not self.distance > self.within
@@ -81,27 +81,27 @@ NOT_COVERED = (
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(run_config.RunConfig):
     num_worlds: int = 3
-    """Worlds, each of a seed of its own: --seed, the next, ..."""
+    """Number of worlds; their seeds are --seed, --seed + 1, ..."""
     beta: float = 0.3
-    """Of all losses but SimPO's, reward units per nat."""
+    """β of all losses but SimPO's, reward units per nat."""
     tau: float = 0.1
     """KL coefficient of Nash-MD, per nat; its rewards are probabilities."""
     flip_rate: float = 0.2
-    """Probability that a label is turned round."""
+    """Probability that a label is flipped."""
     steps: int = preferences.STEPS
-    """Of Adam, on all pairs each."""
+    """Adam steps of the offline losses, each on all pairs."""
     iterations: int = 800
-    """Of online DPO; a multiple of 25."""
+    """Iterations of online DPO; a multiple of 25."""
     nash_iterations: int = 1600
-    """Of Nash-MD, whose gradient is noisier; a multiple of 25."""
+    """Iterations of Nash-MD, whose gradient is noisier; a multiple of 25."""
     distance: float = 3.5
-    """KL from the reference to the optimum at a beta of 0.1, nats; scales rewards."""
+    """KL from the reference to the optimum at β = 0.1, nats; it scales the rewards."""
     hidden_size: int = 32
-    """Width of the policy of online DPO and of the reference."""
+    """Width of the reference and of the policies that sample."""
     batch_size: int = 512
-    """Responses of online DPO per iteration."""
+    """Responses per iteration of online DPO and Nash-MD."""
     learning_rate: float = 3e-3
-    """Of online DPO at the start."""
+    """Initial learning rate of online DPO and Nash-MD."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -131,7 +131,7 @@ def offline(world: World, options: Config) -> list[Finding]:
     rng = np.random.default_rng(0)
     somewhere = world.log_ref + rng.normal(size=len(best))
     somewhere -= np.logaddexp.reduce(somewhere)
-    cases = {  # of DPO: labels, options, and the labels whose gradient it has
+    cases = {  # DPO: (labels, options, the labels whose gradient it should have)
         "DPO, clean labels": (clean, {}, clean),
         "DPO, flipped labels": (noisy, {}, noisy),
         "cDPO, clean labels": (clean, {"label_smoothing": rate}, noisy),
@@ -163,7 +163,7 @@ def offline(world: World, options: Config) -> list[Finding]:
 
 
 def error(measured: Float64, named: Float64) -> float:
-    """Largest entry of the difference, of the largest of what is named."""
+    """Returns max|measured - named| / max|named|."""
     return float(np.abs(measured - named).max() / np.abs(named).max())
 
 
@@ -184,7 +184,7 @@ def _simpo(world: World, options: Config) -> Finding:
 
 
 def _kto(world: World, options: Config, somewhere: Float64) -> Finding:
-    """Its bias: nothing but the responses that most labels call desirable is left."""
+    """KTO keeps only the responses that most labels call desirable."""
     loss = preferences.kto(world, beta=options.beta)
     reached = preferences.reach(loss, world, steps=options.steps)
     best = world.optimum(options.beta).log_policy
@@ -203,7 +203,7 @@ def _kto(world: World, options: Config, somewhere: Float64) -> Finding:
             preferences.gradient(loss, somewhere),
             preferences.kto_gradient(world, somewhere, beta=options.beta),
         ),
-        -left,  # the least KL to a policy on these responses alone
+        -left,  # min KL(p ‖ π) over policies p on these responses
         enumerable.divergence(reached, best),
         biased=True,
     )
@@ -212,7 +212,7 @@ def _kto(world: World, options: Config, somewhere: Float64) -> Finding:
 def online(
     world: World, options: Config, *, labels: Labels, seed: int, job: run.Run
 ) -> Finding:
-    """Online DPO as a run has it: sampled pairs, the frozen reference."""
+    """Online DPO as in a run, with sampled pairs and the frozen reference."""
     model = enumerable.model(hidden_size=options.hidden_size)
     algorithm = online_dpo.OnlineDPO(
         labels=labels, beta=options.beta, **_shapes(options, model)
@@ -230,7 +230,7 @@ def online(
     best = world.optimum(options.beta).log_policy
     distance = enumerable.divergence(log_policy, best)
     exact = labels == "bradley_terry"
-    left = -float(log_policy.max())  # KL to a policy of one response alone
+    left = -float(log_policy.max())  # KL(p ‖ π) of the likeliest response alone
     if not exact:
         place = log_policy.argmax()
         better = int((world.rewards > world.rewards[place]).sum())
@@ -249,7 +249,7 @@ def online(
 
 
 def nash(world: World, options: Config, *, seed: int, job: run.Run) -> Finding:
-    """Nash-MD as a run has it, its opponents drawn from the mixture."""
+    """Nash-MD as in a run, with opponents drawn from the mixture."""
     options = dataclasses.replace(options, iterations=options.nash_iterations)
     model = enumerable.model(hidden_size=options.hidden_size)
     algorithm = nash_md.NashMD(
@@ -271,7 +271,7 @@ def nash(world: World, options: Config, *, seed: int, job: run.Run) -> Finding:
         "exp(P(y beats π^mix)/τ)·π_ref",
         math.nan,
         enumerable.divergence(log_policy, fixed_point),
-        enumerable.divergence(world.log_ref, fixed_point),
+        math.nan,
         biased=False,
         within=NASH_NATS,
     )
@@ -288,7 +288,7 @@ def _trained(
     seed: int,
     job: run.Run,
 ) -> Float64:
-    """f64[256]: log π, nats, after all iterations from the reference."""
+    """f64[256]: log π, nats, after training from the reference."""
     train = state.grpo_state(
         policy=storage.store(world.start),
         policy_optimizer=optimizer,
@@ -310,7 +310,7 @@ def _trained(
 
 
 def _shapes(options: Config, model: ModelConfig) -> dict[str, Any]:
-    """What both algorithms that sample share: two samples of the prompt are a pair."""
+    """Options that online DPO and Nash-MD share."""
     schedule = annealing.falling(
         options.learning_rate, updates=1, iterations=options.iterations
     )
@@ -323,7 +323,7 @@ def _shapes(options: Config, model: ModelConfig) -> dict[str, Any]:
 
 
 def show(findings: list[Finding], *, seed: int) -> None:
-    """Prints the table of a world."""
+    """Prints the table of one world."""
     report.table(
         f"Losses of preferences, seed {seed}: KL to what is named at most "
         f"{verdicts.NATS:g} nats (Nash-MD: {NASH_NATS:g})",
@@ -334,7 +334,7 @@ def show(findings: list[Finding], *, seed: int) -> None:
                 finding.optimum,
                 "" if math.isnan(finding.error) else f"{finding.error:.0e}",
                 f"{finding.distance:.1e}",
-                f"{finding.from_best:.1e}",
+                "" if math.isnan(finding.from_best) else f"{finding.from_best:.1e}",
                 "holds" if finding.holds else "FAILS",
             )
             for finding in findings
@@ -343,7 +343,7 @@ def show(findings: list[Finding], *, seed: int) -> None:
 
 
 def main(options: Config) -> None:
-    """Prints the tables, and raises StopError where a certificate fails."""
+    """Prints the tables; raises StopError if a certificate fails."""
     started = time.perf_counter()
     model = enumerable.model(hidden_size=options.hidden_size)
     seeds = range(options.seed, options.seed + options.num_worlds)

@@ -1,24 +1,24 @@
-"""Certificates of ratios, surrogates and masks: GSPO, CISPO, SAPO, DAPO and the rest.
+"""Certificates of ratios, surrogates and masks: GSPO, CISPO, SAPO, DAPO and others.
 
     python experiments certificates.certify_ratios --out runs/certify_ratios
 
-Four words of which one ends a response, so that all 121 responses of 1 to 4 words are
-known, and all pairs of them (`ratios.py`). Two tables, a row for each method; the exit
-status is 1 if one fails:
+The world has 4 tokens, one of which ends a response; all 121 responses of 1 to 4 tokens
+and all their pairs are enumerated (`ratios.py`). The command prints two tables with a
+row per method, and the exit status is 1 if one fails:
 
-target   What the expected gradient is of, where the policy is the sampler's: measured
-         through the experience and the loss of a run it is that within 1e-5, or it is
-         seen to be biased, for the reason that is named.
-formula  After 0, 1, 2 and 4 updates on samples that stay those of the first policy it
-         is, within 1e-5, the gradient of the formula of the paper, written again.
-cosine   Between it and ∇E[r] of the policy as it is then.
-optimum  Where the policy is π* ∝ π_ref exp(r/β), with the KL in the reward, it is 0.
+target   On the sampler's policy the expected gradient, measured through the experience
+         and the loss of a run, is that of the named target within 1e-5, or it is shown
+         to be biased and the reason is named.
+formula  After 0, 1, 2 and 4 updates on samples of the first policy it is, within 1e-5,
+         the gradient of the paper's formula, which is implemented a second time here.
+cosine   Cosine of the expected gradient to ∇E[r] of the current policy.
+optimum  At π* ∝ π_ref exp(r/β), with the KL in the reward, it is 0.
 
-And of groups that are drawn until their rewards differ (dynamic sampling): the gradient
-of the reward keeps its direction, and becomes 1/P(mixed) as large; that of a KL in the
-loss does not. And of gradient regularisation, that what it adds is half the gradient of
-the surrogate's squared gradient, which is not that of E[r]. And of DAR, that it goes
-towards the policy that it is said to regress onto, and where it stays.
+Three more certificates follow. Dynamic sampling, which draws groups until their rewards
+differ, scales the gradient of the reward by 1/P(mixed) and changes the direction of
+that of a KL in the loss. Gradient regularisation adds half the gradient of the
+surrogate's squared gradient norm, which is not that of E[r]. DAR moves towards the
+policy that it regresses onto and stays at its fixed point.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ NOT_COVERED = (
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(run_config.RunConfig):
     num_worlds: int = 1
-    """Policies and tables of rewards, each of a seed: --seed, the next, ..."""
+    """Number of worlds (policies and rewards); seeds are --seed, --seed + 1, ..."""
     only: tuple[str, ...] = ()
-    """Names of certificates, with * for what may follow; none are all."""
+    """Names of certificates to check, * matches any text; empty checks all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,18 +65,18 @@ class Config(run_config.RunConfig):
 
 
 def asked(name: str, options: Config) -> bool:
-    """Whether a certificate that is no row of the tables is asked for."""
+    """Whether `--only` selects a certificate that is not a row of the tables."""
     return not options.only or any(fnmatch(name, one) for one in options.only)
 
 
 def show(findings: list[Finding], *, seed: int) -> None:
-    """Prints the tables.
+    """Prints the two tables.
 
-    Columns of the first: the target and the share of it; the error where the policy is
-    the sampler's, or for a bias the share of the gradient that is beside ∇E[r]; what is
-    left at the optimum. Of the second: the largest error against the formula; the
-    cosine to ∇E[r] after 0, 1, 2 and 4 updates; the largest ratio of a token, or its
-    inverse, after 4.
+    Columns of the first: the target and the method's share of it; the error on the
+    sampler's policy, or for a biased method the share of the gradient orthogonal to
+    ∇E[r]; the gradient left at the optimum. Columns of the second: the largest error
+    against the formula; the cosine to ∇E[r] after 0, 1, 2 and 4 updates; the largest
+    ratio of a token, or its inverse, after 4 updates.
     """
     report.table(
         f"On the sampler's policy, seed {seed}: pairs of responses of 1 to 4 tokens",
@@ -114,7 +114,7 @@ def show(findings: list[Finding], *, seed: int) -> None:
 
 
 def main(options: Config) -> None:
-    """Prints the tables, and raises StopError where a certificate fails."""
+    """Prints the tables; raises StopError if a certificate fails."""
     started = time.perf_counter()
     shown: dict[str, bool] = {}
     rows = []

@@ -1,23 +1,22 @@
-"""Certificates of two references: gradients, and the optimum between them.
+"""Certificates of two references: expected gradients and the optimum.
 
     python experiments certificates.certify_references --out runs/certify_references
 
-Four words, four columns, 256 responses (`enumerable.py`), or 121 of 1 to 4 words where
-one of them ends a response. Beside the reference there is a second one, of another
-width, at half its weight: β_1 = β, β_2 = β/2. The exit status is 1 if one fails:
+The world has 4 tokens, 4 columns and 256 responses (`enumerable.py`), or 121 responses
+of 1 to 4 tokens if one token ends a response. A second reference of another width has
+half the weight of the first: β_1 = β, β_2 = β/2. The exit status is 1 if one fails:
 
 gradients  Every KL estimator, placement and unit of `penalty_claims.TABLE` has, with
-           rewards, the expected gradient of E[r] - Σ_i β_i·(what its name says of
-           π and π_i), within 1e-5 of its largest entry. Where the name is the full
-           reverse KL this is ∇(E[r] - Σ_i β_i·KL(π ‖ π_i)).
-optimum    PPO as it always runs, with k1 in the reward and β annealed down from 1,
-           reaches π* ∝ Π_i π_i^(β_i/Σβ)·exp(r/Σβ): KL(π ‖ π*) <= 0.01 nats.
-identity   J(π*) - J(π) = Σβ·KL(π ‖ π*), with the KLs in J(π) as a run takes them.
+           rewards, the expected gradient of E[r] - Σ_i β_i·D_i within 1e-5 of its
+           largest entry, where D_i is the divergence it names, between π and π_i. For
+           the full reverse KL this is ∇(E[r] - Σ_i β_i·KL(π ‖ π_i)).
+optimum    PPO as in any run, with k1 in the reward and β annealed down from 1, reaches
+           π* ∝ Π_i π_i^(β_i/Σβ)·exp(r/Σβ): KL(π ‖ π*) <= 0.01 nats.
+identity   J(π*) - J(π) = Σβ·KL(π ‖ π*), with the KLs of J(π) computed as in a run.
 
-Expect all 54 certificates to hold: the largest error of a gradient is 1.7e-6, and the
-annealed policy ends at most 0.0022 nats from π* over seeds 0 to 2. Recorded in
-`recorded/certify_references`: 25 minutes on two CPU cores with much other work beside
-it.
+Expect all 54 certificates to hold: the largest error of a gradient is 1.7e-6, and over
+seeds 0 to 2 the annealed policy ends at most 0.0022 nats from π*. Recorded in
+`recorded/certify_references`: 25 minutes on two CPU cores with other work beside it.
 
 Source of the optimum: Aminian et al. 2025, arXiv:2502.01203, section 5.
 """
@@ -53,8 +52,8 @@ Params = Any
 Known = dict[Key, Params]
 WEIGHT = 0.5  # β_2 / β_1
 TOTAL = 1.0 + WEIGHT  # Σβ / β_1
-TEMPERATURE = 0.7  # of the gradients
-LEAST_SHARE = 0.05  # share of a gradient that the second reference is seen to be
+TEMPERATURE = 0.7  # temperature of the certified gradients
+LEAST_SHARE = 0.05  # smallest share of a gradient due to the second reference
 
 NOT_COVERED = (
     "more than two references, and weights other than 1 and 1/2",
@@ -65,17 +64,18 @@ NOT_COVERED = (
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(run_config.RunConfig):
     num_worlds: int = 3
-    """Worlds, each of a seed of its own: --seed, the next, ..."""
+    """Number of worlds; their seeds are --seed, --seed + 1, ..."""
     betas: tuple[float, ...] = (1.0, 0.55, 0.3, 0.17, 0.1)
-    """β_1, reward units per nat, falling; the policy of each starts the next."""
+    """β_1 of each level, reward units per nat, falling; a level starts where the last
+    one ended."""
     iterations: int = 600
-    """PPO iterations at each beta; a multiple of 25."""
+    """PPO iterations at each β; a multiple of 25."""
     distance: float = 3.5
-    """KL from the first reference to its own optimum at a beta of 0.1, nats."""
+    """KL from the first reference to its own optimum at β = 0.1, nats."""
     hidden_size: int = 32
     """Width of policy, first reference and critic; the second reference has half."""
     batch_size: int = 512
-    """Responses an iteration."""
+    """Responses per iteration."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,11 +84,11 @@ class Config(run_config.RunConfig):
 
 
 class Finding(NamedTuple):
-    """What became of a claim about a gradient."""
+    """The measurements of a claim about a gradient."""
 
     claim: Claim
-    error: float  # share of the largest entry
-    second: float  # the same share of what the second reference adds
+    error: float  # max|measured - expected| / max|expected|
+    second: float  # max|part of the second reference| / max|expected|
 
 
 def second(seed: int, *, hidden_size: int) -> Further:
@@ -100,14 +100,14 @@ def second(seed: int, *, hidden_size: int) -> Further:
 
 
 class Expected(NamedTuple):
-    """What autodiff of sums over all responses says."""
+    """Expected gradients, by autodiff of sums over all responses."""
 
     reward: Flat  # ∇E[r]
-    references: tuple[Known, Known]  # of the first and the second
+    references: tuple[Known, Known]  # KL gradients of the first and second reference
 
 
 def expected(case: Case, *, other: Further, rewards: Float64) -> Expected:
-    """The gradients that penalties are made of, by logits alone."""
+    """The gradients of which penalties are sums, computed from logits alone."""
 
     def of_reward(params: object) -> jax.Array:
         chances = enumerable.log_probabilities(
@@ -134,7 +134,7 @@ def expected(case: Case, *, other: Further, rewards: Float64) -> Expected:
 def of_claim(
     claim: Claim, case: Case, *, other: Further, rewards: Float64, known: Expected
 ) -> Finding:
-    """Measured through the code of a run, against what autodiff says."""
+    """Compares a gradient measured through the code of a run with autodiff."""
     scored = gradients.sample(case, older=False, temperature=TEMPERATURE)
     measured, _ = gradients.measure(
         case.policy,
@@ -168,14 +168,14 @@ def of_claim(
 
 
 def certify_gradients(seed: int) -> tuple[list[Finding], list[Certificate]]:
-    """Prints the table, and says what of it holds."""
+    """Certifies the gradients and prints the table."""
     case = draw(seed, stop_ids=enumerable.STOPS)
     other = second(seed, hidden_size=8)
     count = len(enumerable.every_tokens(case.stop_ids))
     rewards = np.random.default_rng(seed).normal(size=count)
     known = expected(case, other=other, rewards=rewards)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what is no KL: the table says it
+        warnings.simplefilter("ignore")  # the table names the penalties that are no KL
         findings = [
             of_claim(claim, case, other=other, rewards=rewards, known=known)
             for claim in TABLE
@@ -211,9 +211,9 @@ def _name(claim: Claim) -> str:
 
 
 def between(world: World, other: Further) -> World:
-    """The world whose reference is Π π_i^(β_i/Σβ), not normalised, as J reads it.
+    """The world with the unnormalised reference Π π_i^(β_i/Σβ).
 
-    J(π) = E[r] - Σβ·KL(π ‖ Π π_i^(β_i/Σβ)) is the same sum, and its optimum too.
+    Its J(π) = E[r] - Σβ·KL(π ‖ Π π_i^(β_i/Σβ)) equals that of the two references.
     """
     assert other.frozen is not None
     assert other.frozen.model is not None
@@ -228,7 +228,7 @@ def between(world: World, other: Further) -> World:
 def reach(
     world: World, other: Further, *, seed: int, job: run.Run, options: Config
 ) -> list[Reached]:
-    """PPO from the first reference: how near it comes to the optimum at each β."""
+    """Trains PPO from the first reference and measures it at the end of each β."""
     algorithm = certify.algorithm_of(
         certify.Config(
             out=options.out,
@@ -272,7 +272,7 @@ def reach(
 
 
 def main(options: Config) -> None:
-    """Prints the tables, and raises StopError where a certificate fails."""
+    """Prints the tables; raises StopError if a certificate fails."""
     started = time.perf_counter()
     model = enumerable.model(hidden_size=options.hidden_size)
     seeds = range(options.seed, options.seed + options.num_worlds)

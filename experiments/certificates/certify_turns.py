@@ -2,22 +2,22 @@
 
     python experiments certificates.certify_turns --out runs/certify_turns
 
-Four tokens of which one ends a turn, turns of 1 or 2 tokens, and an environment that
-draws one of two observations with chances of its own: all 113 episodes are known
-(`conversations.py`), 9 of which end with their first turn. The exit status is 1 if one
-fails:
+The world has 4 tokens, one of which ends a turn, turns of 1 or 2 tokens and an
+environment that draws one of two observations. All 113 episodes are enumerated
+(`conversations.py`); 9 of them end with their first turn. The exit status is 1 if one
+of these fails:
 
-gradient  The expected gradient of each loss, through the scores, the experience and the
-          loss of a run, is that of J = E[r] - β·E[KL of sampled tokens] within 1e-5 of
-          its largest entry; with a group mean a share of the reward's, as in one turn.
-          Rewards of first turns land at their turns, or all at the end.
-discount  With γ = 0.8 PPO's is that of discounted rewards to go, which see at which
-          token a reward lands, and that observed tokens are no steps.
-bias      Where observed tokens are taken for sampled ones, it is not: what is shown
-          above is not shown of any mask.
+gradient  The expected gradient of each loss, measured through the scores, the
+          experience and the loss of a run, is that of J = E[r] - β·E[KL of sampled
+          tokens] within 1e-5 of its largest entry. A group mean scales the reward's
+          part, as in one turn. First turns are rewarded at their ends or at the end.
+discount  With γ = 0.8 PPO has the gradient of discounted rewards to go. It depends on
+          the token of each reward, and observed tokens do not count as steps.
+bias      Training on observed tokens changes the gradient, so the certificates above
+          depend on the mask.
 
 Expect all 13 certificates of a world to hold. Over seeds 0 to 2 the largest error is
-2.5e-6; observed tokens taken for sampled ones make one of 0.34 or more. Recorded in
+2.5e-6; training on observed tokens makes an error of at least 0.34. Recorded in
 `recorded/certify_turns`: 73 to 201 s for three worlds.
 """
 
@@ -45,7 +45,7 @@ NOT_COVERED = (
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(run_config.RunConfig):
     num_worlds: int = 1
-    """Policies, environments and rewards, each of a seed: --seed, the next, ..."""
+    """Number of worlds; their seeds are --seed, --seed + 1, ..."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,10 +53,7 @@ class Config(run_config.RunConfig):
 
 
 def show(findings: list[turns.Finding], *, seed: int) -> None:
-    """Prints the table.
-
-    Columns: the estimator, its share of ∇E[r], where rewards of turns land, the error.
-    """
+    """Prints the table of one world and the reason of each bias."""
     report.table(
         f"Expected gradient over episodes of two turns, seed {seed} (error at most "
         f"{penalty_claims.TOLERANCE:g} of the largest entry of ∇J)",
@@ -78,7 +75,7 @@ def show(findings: list[turns.Finding], *, seed: int) -> None:
 
 
 def main(options: Config) -> None:
-    """Prints the tables, and raises StopError where a certificate fails."""
+    """Prints the tables; raises StopError if a certificate fails."""
     started = time.perf_counter()
     shown: dict[str, bool] = {}
     rows = []

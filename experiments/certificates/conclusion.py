@@ -1,4 +1,4 @@
-"""How every command of certificates ends: summary, count, limits, exit status."""
+"""The conclusion of every certificate command: summary, count, limits, exit status."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from rlhf_jax.functional import checks
 from rlhf_jax.runs import folder
 
-# What no world of a few words can show; tests have these, on batches of a few rows.
+# What no world of a few tokens can show; tests cover these on batches of a few rows.
 BEYOND_EVERY_WORLD = (
     "vocabularies of several chunks, models of more than one layer, longer responses",
     "packed rows, adapters, bfloat16, several devices, a sampler apart",
@@ -25,18 +25,18 @@ def conclude(
     figures: Mapping[str, Any],
     started: float,
 ) -> None:
-    """Writes summary.json, says how many certificates hold and what they do not show.
+    """Writes summary.json and prints how many certificates hold and what they omit.
 
     Args:
-      run_folder: of the run.
-      shown: the name of each certificate, and whether it holds.
-      not_covered: what a reader might take to be shown and is not, a phrase each; what
-        no such world shows is added.
-      figures: what was measured, beside the count and the names of those that fail.
+      run_folder: the run folder.
+      shown: (name, whether it holds) of each certificate.
+      not_covered: phrases for what the certificates do not show, to which
+        BEYOND_EVERY_WORLD is added.
+      figures: the measurements, further fields of summary.json.
       started: `time.perf_counter()` at the start, seconds.
 
     Raises:
-      StopError: one fails; all that do are named.
+      StopError: a certificate fails; the error names all that do.
     """
     failed = [name for name, holds in shown if not holds]
     seconds = time.perf_counter() - started

@@ -1,10 +1,10 @@
-"""Every certificate of this folder, in worlds of one seed, two commands at a time.
+"""Runs every certificate of this folder in one world each, two commands at a time.
 
     python experiments certificates.every --out runs/certificates
 
-Each command is a run of its own, OUT/NAME, whose output is OUT/NAME.log. One that is
-done is not run again, and one that was stopped goes on. Expect all certificates to
-hold; the exit status is 1 where one does not, or where a command ends otherwise.
+Each command is a run in OUT/NAME with its output in OUT/NAME.log. A finished command is
+not run again, and an interrupted one resumes. Expect all certificates to hold; the exit
+status is 1 if one does not, or if a command fails.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs.folder import read_config
 
 EXPERIMENTS = Path(__file__).resolve().parents[1]
-NAMES = (  # the longest first, so that both cores have work to the end
+NAMES = (  # the longest first, so that both cores are busy to the end
     *("certify", "certify_references", "certify_corrections", "certify_family"),
     *("certify_ratios", "certify_preferences", "certify_distill", "certify_turns"),
 )
@@ -34,13 +34,13 @@ NAMES = (  # the longest first, so that both cores have work to the end
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     out: Path
-    """Folder of the runs; is continued."""
+    """Folder of the runs; existing runs are continued."""
     seed: int = 0
     """Seed of the first world."""
     num_worlds: int = 1
-    """Worlds of each command, each of a seed: --seed, the next, ..."""
+    """Worlds per command; their seeds are --seed, --seed + 1, ..."""
     jobs: int = 2
-    """Commands at a time."""
+    """Number of commands that run at a time."""
     only: tuple[str, ...] = NAMES
     """Commands to run."""
 
@@ -55,29 +55,29 @@ class Config:
 
 
 class Outcome(NamedTuple):
-    """What became of a command."""
+    """The result of a command."""
 
     name: str
-    status: int  # of the process; 0 where it was done before
+    status: int  # exit status of the process; 0 if it had finished before
     certificates: int
     failed: tuple[str, ...]
-    seconds: float  # of the run, as it says itself
+    seconds: float  # duration that the run reports
 
     @property
     def holds(self) -> bool:
-        """Whether it ended well, and every certificate holds."""
+        """Whether the command succeeded and every certificate holds."""
         return self.status == 0 and not self.failed
 
 
 def certify(name: str, options: Config) -> Outcome:
-    """Runs a command to its end, or reads what it found before.
+    """Runs a command, or reads the summary of its finished run.
 
     Args:
       name: one of NAMES.
-      options: of all commands.
+      options: the options of all commands.
 
     Raises:
-      InputError: its run was begun with other worlds.
+      InputError: the run was started with other worlds.
     """
     folder, status = options.out / name, 0
     summary = folder / "summary.json"
@@ -103,7 +103,6 @@ def certify(name: str, options: Config) -> Outcome:
 
 
 def _check_same(folder: Path, options: Config) -> None:
-    """Raises InputError for a run that was begun with other worlds."""
     config = folder / "config.json"
     if not config.exists():
         return
@@ -117,7 +116,7 @@ def _check_same(folder: Path, options: Config) -> None:
 
 
 def line_of(outcome: Outcome) -> str:
-    """A line for a person."""
+    """A line of text about a result."""
     if outcome.status:
         return f"{outcome.name}: ended with status {outcome.status}; see its log"
     hold = outcome.certificates - len(outcome.failed)
@@ -127,7 +126,7 @@ def line_of(outcome: Outcome) -> str:
 
 
 def main(options: Config) -> int:
-    """Runs all commands; the number of those that do not hold."""
+    """Runs all commands and returns the number of those that do not hold."""
     started = time.perf_counter()
     options.out.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(options.jobs) as pool:

@@ -1,4 +1,4 @@
-"""What is claimed of the gradient of each policy gradient over groups."""
+"""Claims about the expected gradient of each policy gradient over groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlhf_jax.algorithms.reinforce import ReinforceRecipe
 from rlhf_jax.functional.kl.gradients import FIXED_FORWARD, FIXED_REVERSE, FULL_REVERSE
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
 
-GROUP = 2  # of a minibatch and, where there are groups, of a group: all are enumerated
+GROUP = 2  # responses in a minibatch and in a group; all pairs are enumerated
 LOSS = functools.partial(Penalty, placement="loss")
 Recipe = grpo.GroupRecipe | ReinforceRecipe
 
@@ -20,11 +20,11 @@ class Claim(NamedTuple):
 
     name: str
     recipe: Recipe
-    share: float | None  # None: no multiple of it, for the reason in `bias`
-    # The gradient of the KL in the loss, or beside the advantage.
+    share: float | None  # None: not a multiple, for the reason in `bias`
+    # The gradient of the KL that is in the loss or added to the advantage.
     in_loss: str | None = None
     bias: str = ""
-    critic: bool = False  # PPO's: GAE at lam = 1 about values of noise, not groups
+    critic: bool = False  # PPO: GAE at lam = 1 with noise as values, instead of groups
 
 
 def _recipe(penalty: Penalty, **choices: Any) -> Recipe:
@@ -38,7 +38,7 @@ RESPONSE_K2 = LOSS(value_estimator="k2", per="response")
 ALONE = {"whiten_advantages": False}
 OTHERS = {"group_size": GROUP, "baseline": "leave_one_out"}
 MEAN = {"group_size": GROUP, "baseline": "group"}
-OWN_SHARE = (GROUP - 1) / GROUP  # a mean that holds the response itself
+OWN_SHARE = (GROUP - 1) / GROUP  # because the mean includes the response itself
 CLAIMS = (
     Claim("PPO, KL in the reward", _recipe(IN_REWARD, **ALONE), 1.0, critic=True),
     Claim("REINFORCE, KL in the reward", _recipe(IN_REWARD, **ALONE), 1.0),
@@ -95,7 +95,7 @@ CLAIMS = (
         "the std: groups pull alike, however little their rewards differ",
     ),
 )
-"""Of sums over responses, whatever their lengths."""
+"""Claims about losses that are sums over a response."""
 _DIVIDED = {
     "token_mean": "the number of tokens of its minibatch, which rewards go with",
     "sequence_mean": "the length of each response, which its reward goes with",
@@ -109,10 +109,10 @@ _ESTIMATORS = (
 
 
 def means(*, stops: bool) -> tuple[Claim, ...]:
-    """What is claimed of token_mean and sequence_mean, the KL in the reward.
+    """Claims about token_mean and sequence_mean, with the KL in the reward.
 
-    Where nothing stops a response all have one length, and the means the gradient of
-    the sums. Where a token does, their direction is another.
+    Without a stop token all responses have one length, and the means have the gradient
+    of the sums. With a stop token its direction differs.
     """
     return tuple(
         Claim(

@@ -1,4 +1,4 @@
-"""What is claimed of the gradient of each penalty; `gradients.certify` checks it."""
+"""Claims about the expected gradient of each penalty, for `gradients.certify`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from rlhf_jax.functional.kl.penalty import Penalty
 ZERO = "zero"
 NONE = "none of these"
 KLS = (FULL_REVERSE, FULL_FORWARD, FIXED_REVERSE, FIXED_FORWARD)
-TOP_K = 2  # of the 4 words
+TOP_K = 2  # of the 4 tokens
 MIXTURE = Penalty("k2", placement="loss", reference_share=0.4)
 SAMPLED_TAIL = Penalty("exact", placement="loss", top_k=TOP_K, tail="sampled")
 
 
 class Claim(NamedTuple):
-    """A penalty and the gradient it is said to have."""
+    """A penalty and the expected gradient that it is claimed to have."""
 
     penalty: Penalty
-    gradient: str | None = None  # one of KLS, ZERO or NONE; None: `Penalty.terms` alone
-    older: bool = False  # the samples are an older policy's
+    gradient: str | None = None  # one of KLS, ZERO or NONE; None: only `Penalty.terms`
+    older: bool = False  # whether an older policy drew the samples
 
 
 def _reverse(estimator: Any, placement: Any, per: Any, gradient: str) -> Claim:
@@ -44,7 +44,7 @@ def _weighted(
         per=per,
         importance_weights=weights,
     )
-    # A reverse KL has no weights but where the policy has moved on from its samples.
+    # On its own samples the weights of a reverse KL would be 1.
     return Claim(chosen, gradient, older=direction == "reverse")
 
 
@@ -74,14 +74,14 @@ TABLE = (
     _reverse("exact", "both", "token", FULL_REVERSE),
     _reverse("exact", "both", "response", FULL_REVERSE),
 )
-"""Every estimator, placement, and token or response, of a reverse KL on-policy.
+"""Every estimator, placement and unit of a reverse KL, on-policy.
 
-In the reward alone and in the loss alone this is what the literature says. In both, the
-two halves add up to the gradient of the estimator's mean, which is the KL itself where
-the estimator has no bias."""
+The rows with one placement are known from the literature. With both placements the two
+parts add up to the gradient of the estimator's mean, which is the KL if the estimator
+is unbiased."""
 
 OTHERS = (
-    # One estimator for the number, another for the gradient.
+    # One estimator for the value, another for the gradient.
     Claim(
         Penalty(value_estimator="k1", grad_estimator="k2", placement="loss"),
         FIXED_REVERSE,
@@ -93,7 +93,7 @@ OTHERS = (
         FULL_REVERSE,
     ),
     Claim(Penalty(value_estimator="k1", grad_estimator="k2", placement="both"), NONE),
-    # Nowhere, and each response's share divided by its length.
+    # No placement, and each response's share divided by its length.
     Claim(Penalty(placement=None)),
     Claim(Penalty(per="length")),
     Claim(Penalty(value_estimator="k2", placement="loss", per="length")),
@@ -116,14 +116,14 @@ OTHERS = (
     _weighted("forward", "k3", "token", "token", FIXED_FORWARD),
     _weighted("forward", "k3", "token", "prefix", FULL_FORWARD),
     _weighted("forward", "k3", "response", "prefix", FULL_FORWARD),
-    # With weights the samples of an older policy give what its own would.
+    # With weights, samples of an older policy have the gradient of on-policy samples.
     _weighted("reverse", "k1", "response", "prefix", ZERO),
     _weighted("reverse", "k2", "token", "prefix", FIXED_REVERSE),
     _weighted("reverse", "k2", "response", "prefix", FULL_REVERSE),
     _weighted("reverse", "k3", "token", "prefix", FIXED_FORWARD),
     _weighted("reverse", "k3", "response", "prefix", FULL_FORWARD),
     _weighted("reverse", "exact", "token", "prefix", FIXED_REVERSE),
-    # The likeliest words, and one bucket for the rest.
+    # The likeliest tokens, and one bucket for the rest.
     Claim(Penalty(value_estimator="exact", placement="reward", top_k=TOP_K)),
     Claim(Penalty(value_estimator="exact", placement="loss", top_k=TOP_K)),
     Claim(Penalty(value_estimator="exact", placement="both", top_k=TOP_K)),
@@ -134,7 +134,7 @@ OTHERS = (
         dataclasses.replace(MIXTURE, per="response", importance_weights="prefix"),
         older=True,
     ),
-    # The likeliest words, and the sampled one for the rest (EMA-PG).
+    # The likeliest tokens, and the sampled token for the rest (EMA-PG).
     Claim(SAMPLED_TAIL, FIXED_REVERSE),
     Claim(
         dataclasses.replace(SAMPLED_TAIL, importance_weights="prefix"),
@@ -142,32 +142,33 @@ OTHERS = (
         older=True,
     ),
 )
-"""Claims beside the table; those without a name are held to `Penalty.terms`."""
+"""Further claims; those without a named gradient are compared with `Penalty.terms`."""
 
 
-# Of the largest entry of the expected gradient, or of the full reverse KL's where that
-# is larger (some are 0, some what is left of a difference); for a mean, of the KL.
+# Relative to the largest entry of the expected gradient or, if that is larger, of the
+# full reverse KL's: some expected gradients are 0 or a small difference. For a mean,
+# relative to the KL.
 TOLERANCE = 1e-5
-APART = 1e-2  # of the same: how far from every KL's a gradient of none of them keeps
+APART = 1e-2  # on the same scale: least distance to every KL, for a claim of NONE
 
 
 class Finding(NamedTuple):
-    """What became of a claim."""
+    """The measurements of a claim."""
 
     claim: Claim
     temperature: float
-    stops: bool  # a token ends responses, so that they differ in length
-    error: float  # largest entry of measured - expected, of the scale of `TOLERANCE`
-    nearest: float  # the same to the nearest of KLS and ZERO
-    value: float  # E of the value estimator, nats per response; NaN if it is not taken
-    bias: float  # value - KL(π ‖ π_ref), nats; NaN where that is not what it measures
-    value_error: float  # of value, over the KL; NaN as bias
+    stops: bool  # whether a token ends responses, so that they differ in length
+    error: float  # max|measured - expected|, on the scale of `TOLERANCE`
+    nearest: float  # the same distance to the nearest of KLS and ZERO
+    value: float  # mean of the value estimator, nats per response; NaN if unused
+    bias: float  # value - KL(π ‖ π_ref), nats; NaN if it estimates something else
+    value_error: float  # |value - its expectation| / KL; NaN where `bias` is
 
     @property
     def holds(self) -> bool:
-        """Whether gradient and value are what is claimed of them.
+        """Whether gradient and value are as claimed.
 
-        A gradient that is no KL's keeps away from all of them, and the library says so.
+        A gradient that is not a KL's is far from each of them, and the library warns.
         """
         named = self.claim.gradient
         warned = self.claim.penalty.warning is not None
@@ -180,7 +181,7 @@ class Finding(NamedTuple):
 
     @property
     def estimator(self) -> str:
-        """What is estimated how, in words."""
+        """A description of the estimator."""
         chosen = self.claim.penalty
         words = [chosen.value_estimator]
         if chosen.grad_estimator is not None:
@@ -201,10 +202,10 @@ class Finding(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Where it acts, and of what one estimate is."""
+        """The placement, and the unit of one estimate."""
         return f"{self.claim.penalty.placement or 'neither'}, {self.claim.penalty.per}"
 
     @property
     def lengths(self) -> str:
-        """How long responses are."""
+        """Lengths of the responses, tokens."""
         return "1 to 4" if self.stops else "4"

@@ -1,7 +1,7 @@
-"""What is claimed of the ratios, surrogates and masks that are published.
+"""Claims about published ratios, surrogates and masks.
 
-Each claim has a formula of its own, written from the paper, for sums over all pairs of
-responses (i, j) of the world: no function of the library is called here.
+Each claim has its own formula, implemented from the paper for sums over all pairs of
+responses (i, j) of the world. The formulas call no function of the library.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from rlhf_jax.functional.kl.penalty import IN_LOSS, IN_REWARD
 
 Array = jax.Array
 # (x f32[N, 1, 4] log-ratios, logprobs f32[N, 1, 4], A f32[N, N, 1], lengths f32[N])
-# -> f32[N, N, 4], what each token of response i beside j is worth.
+# -> f32[N, N, 4], the surrogate of each token of response i in the pair (i, j).
 Surrogate = Callable[[Array, Array, Array, Array], Array]
-# (rewards f32[N], ended bool[N]) -> f32[N, N]: the advantage of i beside j
+# (rewards f32[N], ended bool[N]) -> f32[N, N]: the advantage of i in the pair (i, j)
 Advantage = Callable[[Array, Array], Array]
-# (lengths f32[N], ended bool[N]) -> f32[N, N]: the weight of a token of i beside j
+# (lengths f32[N], ended bool[N]) -> f32[N, N]: the weight of the tokens of i in (i, j)
 Weight = Callable[[Array, Array], Array]
 
 
 class Batch(NamedTuple):
-    """All responses, as the sampler drew them; a minibatch is a pair (i, j) of them."""
+    """All responses under the sampler; a minibatch is a pair (i, j) of them."""
 
     logprobs: Array  # f32[N, 4], 0 outside the mask
     tokens: Array  # i32[N, 4]
     mask: Array  # bool[N, 4]
-    advantage: Array  # f32[N, N], of i beside j
+    advantage: Array  # f32[N, N], of i in the pair (i, j)
     ref_logprobs: Array  # f32[N, 4], of the reference
 
 
@@ -66,7 +66,7 @@ def sequence_clip(
     low: float,
     high: float,
 ):
-    """The same of s = (π/π_old)^(1/length): Zheng et al. 2025, eq. 5 to 7."""
+    """`clip` of s = (π/π_old)^(1/length): Zheng et al. 2025, eq. 5 to 7."""
     mean = x.sum(axis=2, keepdims=True) / lengths[:, None, None]
     shared = jnp.broadcast_to(mean, x.shape)
     return clip(shared, logprobs, advantage, lengths, low=low, high=high)
@@ -92,7 +92,7 @@ def by_divergence(
     apart = jnp.abs(now - old)
     if kind == "kl":
         apart = old * jnp.log(old / now) + (1 - old) * jnp.log((1 - old) / (1 - now))
-    # Outside the response π and μ are 1, and what comes of it is left out.
+    # Outside the response π and μ are 1; the caller masks the result.
     away = jnp.where(advantage > 0, now > old, now < old) & (apart > most)
     weight = jnp.minimum(jax.lax.stop_gradient(jnp.exp(x)), 20.0)
     return jnp.where(away, 0.0, weight) * advantage * logprobs
@@ -123,7 +123,7 @@ def tapered(x: Array, logprobs: Array, advantage: Array, _: Array):
 def without_mistakes(
     x: Array, logprobs: Array, advantage: Array, lengths: Array, *, most: float
 ):
-    """The token ratio's, times DeepSeek-V3.2's mask of responses."""
+    """The clipped token ratio, times DeepSeek-V3.2's mask of responses."""
     mean = -x.sum(axis=2, keepdims=True) / lengths[:, None, None]
     kept = jax.lax.stop_gradient((advantage >= 0) | (mean <= most))
     worth = clip(x, logprobs, advantage, lengths, low=0.2, high=0.2)
@@ -131,7 +131,7 @@ def without_mistakes(
 
 
 def covariance(batch: Batch) -> Array:
-    """f32[N, N, 4], of the tokens of i beside j: Cui et al. 2025."""
+    """f32[N, N, 4], covariances of the tokens of i in (i, j): Cui et al. 2025."""
     lengths = batch.mask.sum(axis=1)
     count = lengths[:, None] + lengths[None, :]
     total = batch.logprobs.sum(axis=1)
@@ -148,12 +148,12 @@ def entropies(batch: Batch) -> Array:
     before = jnp.cumprod(agree, axis=2)[:, :, :-1]
     same = jnp.pad(before, ((0, 0), (0, 0), (1, 0)), constant_values=1)
     ahead = jnp.exp(jnp.cumsum(batch.logprobs[:, ::-1], axis=1)[:, ::-1])
-    each = jnp.where(batch.mask, -batch.logprobs * ahead, 0.0)
-    return (same * each[None]).sum(axis=1)
+    terms = jnp.where(batch.mask, -batch.logprobs * ahead, 0.0)
+    return (same * terms[None]).sum(axis=1)
 
 
 def largest(x: Array, batch: Batch, share: float) -> Array:
-    """bool[N, N, 4]: of the tokens of i and j the share with the largest x."""
+    """bool[N, N, 4]: the tokens of i among the `share` of (i, j) with the largest x."""
     inside = jnp.broadcast_to(batch.mask[:, None, :], x.shape)
     mine = jnp.where(inside, x, -jnp.inf)
     both = jnp.concatenate([mine, mine.swapaxes(0, 1)], axis=2)
@@ -164,14 +164,14 @@ def largest(x: Array, batch: Batch, share: float) -> Array:
 
 
 def hesitant(worth: Array, _: Array, batch: Batch, *, share: float) -> Array:
-    """The tokens with the largest entropies alone: Wang et al. 2025."""
+    """Only the tokens with the largest entropies: Wang et al. 2025."""
     entropy = entropies(batch)
     x = jnp.broadcast_to(entropy[:, None, :], worth.shape)
     return jnp.where(largest(x, batch, share), worth, 0.0)
 
 
 def with_entropy(worth: Array, x: Array, batch: Batch, *, coef: float) -> Array:
-    """Beside it coef·H(π) at the prefixes of the sampler: He et al. 2025."""
+    """Adds coef·H(π) at the prefixes of the sampler: He et al. 2025."""
     now = jnp.where(batch.mask, x[:, 0, :] + batch.logprobs, 0.0)
     return worth + coef * entropies(batch._replace(logprobs=now))[:, None, :]
 
@@ -179,12 +179,12 @@ def with_entropy(worth: Array, x: Array, batch: Batch, *, coef: float) -> Array:
 def without_covariance(
     worth: Array, _: Array, batch: Batch, *, low: float, high: float
 ) -> Array:
-    """Clip-Cov where it leaves out all that are within its bounds: Cui et al. 2025."""
+    """Clip-Cov that drops every token within its bounds: Cui et al. 2025."""
     x = covariance(batch)
     return jnp.where((x > low) & (x < high), 0.0, worth)
 
 
-def held(worth: Array, x: Array, batch: Batch, *, share: float, coef: float) -> Array:
+def kl_cov(worth: Array, x: Array, batch: Batch, *, share: float, coef: float) -> Array:
     """KL-Cov: -coef·|log π/π_old| at the largest covariances: Cui et al. 2025."""
     chosen = largest(covariance(batch), batch, share) & (jnp.abs(x) > 1e-5)
     return worth - jnp.where(chosen, coef * jnp.abs(x), 0.0)
@@ -200,17 +200,17 @@ def regressed(
 
 
 def others(rewards: Array, _: Array) -> Array:
-    """r_i - r_j, of leave-one-out in groups of two."""
+    """r_i - r_j, leave-one-out in groups of two."""
     return rewards[:, None] - rewards[None, :]
 
 
 def mean(rewards: Array, ended: Array) -> Array:
-    """(r_i - r_j)/2, about the mean of the two."""
+    """(r_i - r_j)/2, the reward minus the mean of the two."""
     return others(rewards, ended) / 2
 
 
 def deviation(rewards: Array, ended: Array) -> Array:
-    """The same over the deviation of the two, |r_i - r_j|/√2."""
+    """`mean` divided by the standard deviation of the two, |r_i - r_j|/√2."""
     spread = jnp.abs(others(rewards, ended)) / jnp.sqrt(2.0)
     return mean(rewards, ended) / (spread + 1e-6)
 
@@ -219,63 +219,63 @@ WEIGHTS = (1.0, 0.5)
 
 
 def two_rewards(rewards: Array) -> tuple[Array, Array]:
-    """Tables of two rewards of which, by WEIGHTS, these are the sum."""
+    """Tables of two rewards whose sum, weighted by WEIGHTS, is `rewards`."""
     return rewards - WEIGHTS[1] * rewards[::-1], rewards[::-1]
 
 
 def decoupled(rewards: Array, ended: Array) -> Array:
-    """Σ_k w_k·A_k over its own deviation: Liu et al. 2026, a batch being a pair."""
+    """Σ_k w_k·A_k over its standard deviation in the pair: Liu et al. 2026."""
     one, other = (deviation(reward, ended) for reward in two_rewards(rewards))
     total = WEIGHTS[0] * one + WEIGHTS[1] * other
-    # The two are opposites, about 0.
+    # The two advantages of a pair are opposites, so their mean is 0.
     return total / (jnp.abs(total) * jnp.sqrt(2.0) + 1e-6)
 
 
 def among_ended(rewards: Array, ended: Array) -> Array:
-    """r_i - r_j where both have ended: neither trained on nor a baseline else."""
+    """r_i - r_j if both have ended, else 0: unfinished responses are no baseline."""
     return jnp.where(ended[:, None] & ended[None, :], others(rewards, ended), 0.0)
 
 
 def sums(lengths: Array, _: Array) -> Array:
-    """1: the mean over responses of their sums."""
+    """1: the mean over responses of the sums over their tokens."""
     return jnp.ones((len(lengths), len(lengths)))
 
 
 def by_length(lengths: Array, _: Array) -> Array:
-    """1/len_i, times the 4 tokens that all sums are multiplied by."""
+    """4/len_i; every measured gradient is multiplied by 4 tokens."""
     return jnp.broadcast_to(4 / lengths[:, None], (len(lengths), len(lengths)))
 
 
 def by_tokens(lengths: Array, _: Array) -> Array:
-    """2/(len_i + len_j), times 4."""
+    """4·2/(len_i + len_j)."""
     return 8 / (lengths[:, None] + lengths[None, :])
 
 
 def by_the_other(lengths: Array, _: Array) -> Array:
-    """len_j/(len_i + len_j): of r_i - r_j, what r_i is over the mean by length."""
+    """len_j/(len_i + len_j): r_i less the length-weighted mean, over r_i - r_j."""
     return lengths[None, :] / (lengths[:, None] + lengths[None, :])
 
 
 def of_ended(_: Array, ended: Array) -> Array:
-    """1 where both have ended, 2 where i alone has: it is divided by what is left."""
+    """1 if both have ended and 2 if only i has: the mean is over ended responses."""
     alone = jnp.where(ended[None, :], 1.0, 2.0)
     return jnp.where(ended[:, None], alone, 0.0)
 
 
 class Claim(NamedTuple):
-    """A method, the formula of its gradient, and what that is of ∇E[r]."""
+    """A method, the formula of its gradient, and the relation of that to ∇E[r]."""
 
     name: str
     recipe: grpo.GroupRecipe
     surrogate: Surrogate
-    target: str  # of the gradient where the policy is the sampler's
-    share: float | None  # of that target; None where there is none, for `bias`
-    bias: str = ""  # where the policy is the sampler's
+    target: str  # the gradient's target on the sampler's policy
+    share: float | None  # multiple of the target; None if biased, for `bias`
+    bias: str = ""  # reason of the bias on the sampler's policy
     advantage: Advantage = others
     weight: Weight = sums
-    binary: bool = False  # rewards of 0 and 1
-    chosen: Choice | None = None  # what a choice of tokens makes of them
-    optimum: bool = True  # it leaves π* as it is, the KL in the reward
+    binary: bool = False  # rewards are 0 and 1
+    chosen: Choice | None = None  # applied to the surrogates of the tokens
+    optimum: bool = True  # whether the gradient is 0 at π*, with the KL in the reward
 
 
 REWARD, ENDED, NO = "∇E[r]", "P(it ends)²·∇E[r | it ends]", "of no objective"
@@ -384,7 +384,7 @@ CLAIMS = (
     Claim(
         "GSPO-token, a constant divisor",
         _recipe(surrogate=dataclasses.replace(GSPO, ratio_level="sequence_token")),
-        OF_SEQUENCE,  # one advantage per response: one gradient
+        OF_SEQUENCE,  # with one advantage per response the gradient is GSPO's
         REWARD,
         1.0,
     ),
@@ -476,7 +476,7 @@ CLAIMS = (
         TOKENS,
         REWARD,
         1.0,
-        chosen=functools.partial(held, share=1 / 3, coef=0.1),
+        chosen=functools.partial(kl_cov, share=1 / 3, coef=0.1),
     ),
     Claim(
         "DAR, weights of at most 2",
@@ -527,7 +527,7 @@ CLAIMS = (
         "dynamic sampling, divided by the std",
         _recipe(baseline="group", normalise="group", equal_groups="leave_out"),
         TOKENS,
-        REWARD,  # of 0 and 1 in groups of two, the std is one number
+        REWARD,  # rewards of 0 and 1 in mixed groups of two have one std
         0.5 * 2**0.5,
         advantage=deviation,
         binary=True,

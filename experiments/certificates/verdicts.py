@@ -1,4 +1,4 @@
-"""What `certify.py` has reached, against what it promises: tables, plot, verdicts."""
+"""Tables, plot and certificates of the policies that `certify.py` trains."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ from certificates import penalty_claims
 from certificates.penalty_claims import Finding
 from rlhf_jax.runs import report
 
-NATS = 0.01  # KL(π ‖ π*) of a policy that has reached the optimum
-IDENTITY = 1e-5  # of J(π*) - J(π) = β·KL(π ‖ π*), reward units
-FARTHEST = 3.0  # KL(π_ref ‖ π*) at the smallest β is at least this, nats
-MISSED = 0.1  # a mode is lost where π(y) is below this share of π*(y)
+NATS = 0.01  # largest KL(π ‖ π*) of a policy at the optimum
+IDENTITY = 1e-5  # largest error of J(π*) - J(π) = β·KL(π ‖ π*), reward units
+FARTHEST = 3.0  # smallest KL(π_ref ‖ π*) at the smallest β, nats
+MISSED = 0.1  # a response is lost if π(y) is below this share of π*(y)
 
 
 class Certificate(NamedTuple):
-    """One thing that is shown, or not."""
+    """A named claim, and whether it holds."""
 
     name: str
     holds: bool
 
 
 class Policy(NamedTuple):
-    """What is known of a policy."""
+    """The log-probs and the KL of a policy."""
 
     log_policy: Float64  # [256], log π(y), nats
     kl: float  # KL(π ‖ π_ref), nats, as `score` computes it
 
 
 class Reached(NamedTuple):
-    """What a policy is worth in its world, at the β that it was trained with."""
+    """The exact measurements of a policy at the β of its training."""
 
-    seed: int  # of the world
+    seed: int  # seed of the world
     beta: float  # reward units per nat
     start: float  # KL(π_ref ‖ π*), nats
     distance: float  # KL(π ‖ π*), nats
-    missed: float  # share of π* on responses that π hardly gives
+    missed: float  # mass of π* on responses that π has lost
     identity: float  # |J(π*) - J(π) - β·KL(π ‖ π*)|, reward units
     kl: float  # KL(π ‖ π_ref), nats
     reward: float  # E_π[r], reward units
-    below: float  # what it lacks to the frontier at this KL, reward units
+    below: float  # distance below the frontier at this KL, reward units
 
 
 def measure(policy: Policy, *, world: World, seed: int, beta: float) -> Reached:
-    """The figures of one policy, sums over all responses.
+    """Measures one policy by sums over all responses.
 
-    The KL in J(π) is the library's own, so that the identity holds it against π*.
+    The KL in J(π) is computed by the library, so the identity also checks this KL.
     """
     log_policy = policy.log_policy
     best = world.optimum(beta)
@@ -79,10 +79,10 @@ def measure(policy: Policy, *, world: World, seed: int, beta: float) -> Reached:
 
 
 def show_gradients(findings: Sequence[Finding]) -> list[Certificate]:
-    """Prints the table, and says what of it holds.
+    """Prints the table of gradients and returns its certificates.
 
-    Columns beside the error: how far the gradient is from the nearest of the KLs' and
-    zero, and how far the mean of the estimates from KL(π ‖ π_ref), nats.
+    Columns after the error: the distance to the nearest of the KLs' gradients and zero,
+    and the bias of the mean estimate from KL(π ‖ π_ref), nats.
     """
     report.table(
         f"Expected gradient of each penalty (error at most "
@@ -123,10 +123,10 @@ def show_optimum(
     name: str = "PPO",
     nats: float = NATS,
 ) -> list[Certificate]:
-    """Prints how near an algorithm came to each optimum, and says what of it holds.
+    """Prints the distance to each optimum and returns the certificates.
 
-    Columns: KL(. ‖ π*) of the reference, of the annealed policy and of that with β
-    fixed; the share of π* on responses that the two have lost; and the error of
+    Columns: KL(. ‖ π*) of the reference, of the annealed policy and of the policy with
+    a fixed β; the mass of π* on responses that each policy has lost; and the error of
     J(π*) - J(π) = β·KL(π ‖ π*), reward units.
     """
     beside = {(reached.seed, reached.beta): reached for reached in fixed}
@@ -163,12 +163,10 @@ def show_optimum(
 
 
 def show_frontier(annealed: Sequence[Reached]) -> list[Certificate]:
-    """Prints how far below the frontier PPO is, and says what of it holds.
+    """Prints the distance below the frontier and returns the certificates.
 
-    No policy can be above it, and one that has reached the optimum is on it: this is
-    the optimum seen from the side of reward and KL, for the plot.
-
-    A policy at a distance of d nats from the optimum is at most β·d below.
+    No policy is above the frontier. A policy at a distance of d nats from the optimum
+    is at most β·d below it.
     """
     rows, certificates = [], []
     for reached in annealed:
@@ -195,7 +193,7 @@ def plot(
     annealed: Sequence[Reached],
     fixed: Sequence[Reached],
 ) -> None:
-    """The exact frontier of each world, and what PPO reached."""
+    """Plots the exact frontier of each world and the policies of PPO."""
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axis = figure.subplots()
     for number, (seed, world) in enumerate(worlds.items()):

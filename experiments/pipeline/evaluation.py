@@ -1,4 +1,4 @@
-"""What judge, grammar and frozen models say of responses to held-out prompts."""
+"""Measures a policy's responses to held-out prompts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,12 @@ def evaluate(
     model: ModelConfig,
     options: Config,
 ) -> tuple[dict[str, float], list[tuple[str, str]]]:
-    """What gold judge, grammar and frozen models say of held-out responses."""
+    """Samples responses to held-out prompts and measures them.
+
+    Returns:
+      {key of MEASURED: mean over the responses}, by the gold judge, the grammar, the
+      reward model and the reference, and the (prompt, response) pairs.
+    """
     prompts = batches.prompt_batches(
         HELD_OUT_PROMPTS,
         batch_size=options.num_evaluated,

@@ -1,4 +1,4 @@
-"""Adam of PPO and AdamW of the supervised stages, both with clipped gradients."""
+"""Adam for PPO and AdamW for the supervised stages, both with clipped gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of the quickstart, and the prompts and columns of its language."""
+"""Options of the quickstart, its prompts and the widths of its batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlhf_jax.runs import (
 
 STOP_IDS = (reviews.EOS_ID,)
 PROMPT_COLUMNS = max(map(len, reviews.TRAIN_PROMPTS))
-RESPONSE_COLUMNS = 26  # the longest review, <eos> and one more
+RESPONSE_COLUMNS = 26  # the longest review, <eos> and one column to spare
 TRAIN_PROMPTS = [reviews.encode(prompt) for prompt in reviews.TRAIN_PROMPTS]
 HELD_OUT_PROMPTS = [reviews.encode(prompt) for prompt in reviews.HELD_OUT_PROMPTS]
 
@@ -33,21 +33,21 @@ class Config(run_config.RunConfig):
     num_steps: int = 40
     """PPO iterations."""
     kl_coef: float = 0.2
-    """Reward units per nat of KL to the reference; 0 lets the policy go."""
+    """KL coefficient β, reward units per nat of KL to the reference."""
     kl_control: Control = kl_control.CONSTANT
-    """What becomes of kl_coef during the run."""
+    """How β changes during the run."""
     temperature: float = 0.7
-    """Divides the logits in every role."""
+    """Sampling temperature; it divides the logits in every role."""
     sft_steps: int = 400
     """Updates of supervised fine-tuning."""
     reward_steps: int = 120
     """Updates of reward-model training."""
     sft_batch_size: int = 64
-    """Reviews an update of SFT, and pairs an update of the reward model."""
+    """Reviews per update of SFT, and pairs per update of the reward model."""
     num_pairs: int = 4096
-    """Labelled pairs; an eighth of them is held out."""
+    """Labelled pairs of responses; an eighth of them is held out."""
     label_noise: float = 0.4
-    """Of the gold judge, in gold units: the temperature of its Bradley-Terry choice."""
+    """Temperature of the gold judge's Bradley-Terry choice, gold units."""
     hidden_size: int = 128
     """Width of all four models."""
     num_layers: int = 2
@@ -55,29 +55,29 @@ class Config(run_config.RunConfig):
     num_heads: int = 4
     """Attention heads of all four models."""
     batch_size: int = 128
-    """Prompts an iteration."""
+    """Prompts per iteration."""
     num_epochs: int = 4
     """Passes over each batch."""
     num_minibatches: int = 4
-    """Optimizer steps a pass."""
+    """Optimizer steps per pass."""
     sft_learning_rate: float = 3e-3
-    """Peak, after a warm-up; falls to 0 along a cosine."""
+    """Peak learning rate of SFT, after a warm-up; falls to 0 along a cosine."""
     reward_learning_rate: float = 1e-3
-    """Falls to 0 linearly."""
+    """Learning rate of the reward model; falls to 0 linearly."""
     policy_learning_rate: float = 3e-4
-    """Falls to 0 linearly."""
+    """Learning rate of the policy; falls to 0 linearly."""
     critic_learning_rate: float = 1e-3
-    """Falls to 0 linearly."""
+    """Learning rate of the critic; falls to 0 linearly."""
     missing_stop_score: float = -3.0
-    """Score of a response that never ended, in the reward model's standard units."""
+    """Score of a response without <eos>, in the reward model's standard deviations."""
     num_evaluated: int = 512
     """Responses to held-out prompts in the final table."""
     sample_every: int = 10
-    """Iterations between rows of samples.jsonl."""
+    """Iterations between samples in samples.jsonl."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # They raise now what would be found after two stages of training.
+        # An invalid controller raises here, not after two stages of training.
         control = self.kl_control.controller(self.kl_coef, num_steps=self.num_steps)
         one = jnp.ones((), jnp.float32)
         control.update(kl=one, mean_length=one, num_episodes=self.batch_size)
@@ -98,7 +98,11 @@ class Config(run_config.RunConfig):
 
 
 def algorithm_of(options: Config) -> ppo.PPO:
-    """PPO with four models of one shape; finds sizes that do not fit."""
+    """Returns PPO with four models of one shape.
+
+    Raises:
+      InputError: the minibatches do not divide the batch.
+    """
     model = layout.fastest(
         config.gpt2(
             vocab_size=len(reviews.VOCABULARY),

@@ -28,14 +28,15 @@ def label_pairs(
     key: Array,
     options: Config,
 ) -> tuple[list[Pair], list[Pair]]:
-    """Two samples to a prompt, labelled by a noisy judge of prompt and response.
+    """Samples two responses per prompt and labels each pair with a noisy judge.
 
     Returns:
-      Pairs to train on, and held-out pairs whose margin is the noise-free gold lead of
-      their chosen side (below 0 where the noise decided).
+      Training pairs and held-out pairs. The margin of a held-out pair is the noise-free
+      gold score of its chosen response minus that of the rejected one; it is negative
+      where the noise decided.
 
     Raises:
-      InputError: the judge tells no held-out pair apart.
+      InputError: the judge scores both responses of every held-out pair alike.
     """
     prompts = batches.prompt_batches(
         TRAIN_PROMPTS,
@@ -74,12 +75,12 @@ def label_pairs(
 
 
 def answers_in(answered: Rollout) -> list[tuple[str, str]]:
-    """(prompt, response) of every row, words separated by blanks."""
+    """Returns (prompt, response) of every row as text."""
     return transcripts.texts(answered, decode=text_of)
 
 
 def text_of(ids: list[int]) -> str:
-    """The words of the language, separated by blanks."""
+    """Decodes ids to words separated by blanks."""
     return " ".join(reviews.decode(ids))
 
 

@@ -1,4 +1,4 @@
-"""The reward model: trained on labelled pairs, and measured on held-out ones."""
+"""Trains a reward model on labelled pairs and measures it on held-out pairs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def train_reward_model(
     """Stage 2: a reward model learns from the labels alone.
 
     Args:
-      member: of an ensemble; each has a stage, and an order of the pairs, of its own.
+      member: number of the model in an ensemble; each has its own stage and its own
+        order of the pairs.
     """
     preferences = batches.preference_batches(
         pairs,
@@ -60,18 +61,19 @@ def train_reward_model(
 
 
 def stage_of(member: int) -> str:
-    """The name of the stage that trains it."""
+    """The name of the stage that trains a member of an ensemble."""
     return f"reward_model_{member}" if member else "reward_model"
 
 
 def measure_reward_model(
     params: Params, held_out: list[Pair], *, model: ModelConfig
 ) -> tuple[Params, float]:
-    """The reward model on pairs it never saw, which are samples of the reference.
+    """Normalises the reward model and measures it on held-out pairs.
 
     Returns:
-      Its parameters, normalised to mean 0 and standard deviation 1 on these samples,
-      and the share of pairs that it orders as noise-free gold does.
+      The parameters, normalised to scores of mean 0 and standard deviation 1 on these
+      samples of the reference, and the share of pairs that the model orders as the
+      noise-free gold score does.
     """
     pairs = batches.preference_batches(
         held_out, batch_size=len(held_out), seed=0, pad_id=reviews.PAD_ID

@@ -1,4 +1,4 @@
-"""The rows of samples.jsonl, and the judge that is watched and not trained on."""
+"""The rows of samples.jsonl, and the held-out judge's metric."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from rlhf_jax.functional.masked import Stats
 
 
 def judged(answered: Rollout) -> Stats:
-    """`judge/score` of a batch: the gold judge who reads sentences, not words alone."""
+    """`judge/score` of a batch, by the gold judge who also checks the grammar."""
     verdicts = [careful_gold(*pair) for pair in answers_in(answered)]
     return evaluation.judge_stats(jnp.asarray(verdicts, jnp.float32))
 
 
 def sample_rows(scored: Scored, *, beside: Rollout, count: int) -> list[dict[str, Any]]:
-    """The first responses of a batch, token by token, with the reference's beside them.
+    """The first responses of a batch, token by token, beside the reference's.
 
     Args:
       beside: the reference's responses to the same prompts, drawn with the same keys.
-      count: of rows.
+      count: number of rows.
     """
     rows = shown.rows_of(scored, count=count, decode=text_of, judge=careful_gold)
     other = answers_in(jax.tree.map(lambda leaf: leaf[:count], jax.device_get(beside)))
@@ -37,5 +37,5 @@ def sample_rows(scored: Scored, *, beside: Rollout, count: int) -> list[dict[str
 
 
 def careful_gold(prompt: str, response: str) -> float:
-    """What the judge who reads sentences says of a response, gold units."""
+    """The careful judge's score of a response, gold units."""
     return reviews.careful_gold(prompt.split(), response.split())

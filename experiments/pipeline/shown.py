@@ -1,4 +1,4 @@
-"""Responses token by token, as the rows of samples.jsonl have them."""
+"""Responses token by token, in the format of samples.jsonl."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def rows_of(
     decode: Callable[[list[int]], str],
     judge: Callable[[str, str], float],
 ) -> list[Row]:
-    """The first responses of a batch, with what judge and reward say of each.
+    """The first responses of a batch, with the scores of reward and judge.
 
     Args:
-      count: of rows.
-      judge: (prompt, response) -> its word.
+      count: number of rows.
+      judge: (prompt, response) -> score.
     """
     read = scored.rollout, scored.scores, scored.ref_logprobs
     rollout, scores, ref_logprobs = jax.tree.map(

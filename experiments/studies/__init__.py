@@ -1,1 +1,1 @@
-"""Questions with answers: each study states its runs, its seeds and its spread."""
+"""Studies; each answers a question and states its runs, seeds and spread."""

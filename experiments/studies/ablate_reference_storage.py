@@ -1,4 +1,4 @@
-"""What a storage of the reference costs, and how far its numbers are off.
+"""What does each storage of the reference cost, and how exact is it?
 
     rlhf-jax sweep experiments/studies/storage/sweep.toml --out runs/storage
     python experiments studies.storage.tables runs/storage
@@ -6,35 +6,35 @@
     python experiments studies.ablate_reference_storage --storage int8 \\
         --text tinyshakespeare.txt --out runs/int8
 
-The sweep runs the program for every storage; the second command prints its tables, and
-draws runs/storage/storage.png. The third is one storage by itself.
+The sweep runs the program for every storage. The second command prints the tables and
+draws runs/storage/storage.png. The third command measures one storage.
 
-The reference is trained, never at its initial weights, whose log-probs no rounding
-would move: a byte-level GPT-2 of 4.8 million parameters learns the text, or --model
-names a checkpoint. A policy is trained on from it, on other blocks of the text, and
-samples responses. All of this, and the figures of a copy in float32, the first run
-prepares in --prepared, and the others read it. Two runs may begin at once, and the
-next run continues a preparation that was killed.
+The reference is trained, because rounding would hardly change the log-probs of initial
+weights: a byte-level GPT-2 of 4.8 million parameters learns the text, or --model names
+a checkpoint. A policy is trained from it on other blocks of the text and samples
+responses. The first run prepares the models, the responses and the figures of a float32
+copy in --prepared; other runs read them. Two runs may start at once, and the next run
+continues an interrupted preparation.
 
-Every storage scores the same responses and the same held-out text: bytes on the
-device, peak bytes of the scoring program, which the compiler reports (its arguments
-and temporaries; with --topology so does a TPU's compiler, which keeps host memory
-apart), seconds per batch, and the error against the copy of log-probs (nats, mean over
-held-out tokens) and of the KL from policy to reference (nats, mean over responses).
-The error of the copy itself is that of a second process: 0 on a CPU.
+Every storage scores the same responses and the same held-out text. Measured are bytes
+on the device; peak bytes of the scoring program, as the compiler reports its arguments
+and temporaries (with --topology also a TPU's compiler, which counts host memory
+separately); seconds per batch; and the errors, relative to the copy, of log-probs
+(nats, mean over held-out tokens) and of the KL from policy to reference (nats, mean
+over responses). The error of the copy is that of a second process: 0 on a CPU.
 
-Beside `run_shape.WAYS` there are `cpu`, where the reference's forward runs on the
-CPU's devices, `lora-base`, where it is the base that a policy of adapters holds anyway,
-`none`, which is never loaded and never run, and `precomputed`, which is read from the
-disk as for a data set that does not change. Bytes held are those of the arrays that
-come to live when the storage is made. OUT/summary.json has them as `row`.
+In addition to `run_shape.WAYS` there are `cpu`, which runs the reference's forward on
+the CPU's devices; `lora-base`, the base that a LoRA policy stores anyway; `none`,
+without a reference; and `precomputed`, which reads log-probs of a fixed data set from
+disk. Bytes held are those of the arrays that creating the storage allocates.
+OUT/summary.json has the figures as `row`.
 
-On 2 CPU cores that other work shared, the preparation took 27 minutes and a storage 6
-to 54 s. The model reaches a held-out loss of 1.87 nats per byte, and the policy a KL of
-2.55 nats per response. Log-probs of bfloat16 are off by 0.002 nats per token, of
-float16 by 0.0002 and of int8 by 0.005 (0.003 with embeddings in bfloat16). The peak of
-bfloat16 is above the copy's on a CPU, whose compiler widens the layers beforehand; a
-TPU's does not. The table and the plot are in recorded/ablate_reference_storage.
+On 2 shared CPU cores the preparation took 27 minutes and a storage 6 to 54 s. The model
+reaches a held-out loss of 1.87 nats per byte, and the policy a KL of 2.55 nats per
+response. The error of log-probs is 0.002 nats per token in bfloat16, 0.0002 in float16
+and 0.005 in int8 (0.003 with embeddings in bfloat16). On a CPU the peak of bfloat16 is
+above the copy's, because its compiler widens the layers first; a TPU's does not. The
+table and the plot are in recorded/ablate_reference_storage.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ Row = dict[str, Any]
 
 
 def measure(options: Config, prepared: Prepared) -> Row:
-    """The row of a storage."""
+    """Measures a storage and returns its row."""
     model, exact = prepared.model, prepared.exact
     base = frozen.freeze(prepared.params)
     row: Row = {"storage": options.storage}
@@ -84,9 +84,9 @@ def measure(options: Config, prepared: Prepared) -> Row:
     row |= {"held_mib": device, "host_mib": host, **taken}
     row |= {"logprob_error": None, "kl": None, "kl_error": None}
     if options.storage == "cpu":
-        row["tpu_peak_mib"] = None  # it is not there
+        row["tpu_peak_mib"] = None  # the reference is not on the TPU
     if reference is not None:
-        assert scored.kl is not None  # as there is a reference
+        assert scored.kl is not None  # because there is a reference
         kl = np.asarray(scored.kl).sum(axis=1)
         logprobs = held_out_logprobs(reference, prepared.held_out, model=model)
         row |= errors(logprobs, kl, exact=exact)
@@ -96,7 +96,7 @@ def measure(options: Config, prepared: Prepared) -> Row:
 
 def main(options: Config) -> None:
     started = time.perf_counter()
-    preparation.check(options)  # before there is a run folder
+    preparation.check(options)  # before the run folder is created
     folder = open_run(options)
     prepared = preparation.get(options)
     row = measure(options, prepared)

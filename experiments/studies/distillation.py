@@ -2,31 +2,31 @@
 
     python experiments studies.distillation --out runs/distillation
 
-A teacher learns the quickstart's language of reviews, and a student with an eleventh of
-its parameters sees 40 batches of it, after which none of its responses parses. Then the
-student learns from the teacher in four ways, from one start, with one optimizer:
+A teacher learns the quickstart's language of reviews. A student with an eleventh of its
+parameters learns from 40 batches of reviews, after which none of its responses parses.
+Then the student learns from the teacher in four ways, from the same initial parameters
+and with the same optimizer:
 
 teacher's samples    The teacher responds, and the student learns its tokens by
                      cross-entropy: sequence-level distillation (Kim and Rush 2016).
 reverse, forward, Jensen-Shannon
-                     The student responds, and learns the teacher's distribution at each
+                     The student responds and learns the teacher's distribution of each
                      token, over the whole vocabulary (`rlhf-jax distill`).
 
-Compute is equal: a teacher reads a token for what it writes one, and the ways that
-sample from the student have fewer steps by what sampling costs them, as floating-point
-operations of the parameters (2 a token forward, 4 backward).
+Compute is equal. A teacher's token costs the same to read as to write. The ways that
+sample from the student take fewer steps, by the cost of sampling in floating-point
+operations per parameter (2 per token forward, 4 backward).
 
-Measured on prompts that nobody has seen, as exact KLs over the vocabulary, summed over
-the tokens of a response and averaged over responses: KL(student ‖ teacher) on the
-student's responses, KL(teacher ‖ student) on the teacher's, and the share of the
-student's responses that parse.
+Measured on held-out prompts are exact KLs over the vocabulary, summed over the tokens
+of a response and averaged over responses: KL(student ‖ teacher) on the student's
+responses and KL(teacher ‖ student) on the teacher's. The third measure is the share of
+the student's responses that parse.
 
-Expect of seeds 0 to 2 that the reverse KL on its own samples ends with the larger share
-that parses, 0.34 for 0.23, and that the teacher's samples end nearer in both KLs: 4.3
-nats for 4.7 (one seed has the other order), and 1.8 nats for 8.1. The student starts 79
-nats away, so that its first samples, which are all that it learns from, are none of the
-teacher's. A start that is fine-tuned (--student-steps 400) was not measured, and one
-learning rate serves all ways.
+Expect, over seeds 0 to 2, a larger share that parses from the reverse KL on the
+student's samples (0.34 against 0.23), and smaller KLs from the teacher's samples: 4.3
+nats against 4.7 (one seed has the opposite order) and 1.8 against 8.1. The student
+starts 79 nats away, so its first samples are unlike the teacher's. Not measured: a
+fine-tuned start (--student-steps 400) and a learning rate for each way.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ RECIPES = {
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(run_config.RunConfig):
     num_seeds: int = 3
-    """Seeds of models and samples: --seed, the next, ..."""
+    """Number of seeds, of models and samples: --seed, --seed + 1, ..."""
     num_steps: int = 300
-    """Steps from the teacher's samples; the other ways have fewer by their sampling."""
+    """Steps on the teacher's samples; the other ways take fewer, at equal compute."""
     batch_size: int = 64
     """Responses per step."""
     learning_rate: float = 3e-3
@@ -92,7 +92,7 @@ class Config(run_config.RunConfig):
     teacher_size: int = 96
     """Width of the teacher, which has two layers."""
     student_size: int = 32
-    """Width of the student, which has one."""
+    """Width of the student, which has one layer."""
     num_answers: int = 512
     """Responses to held-out prompts."""
 
@@ -109,7 +109,7 @@ class Config(run_config.RunConfig):
 
 
 def shape(hidden_size: int, *, num_layers: int) -> ModelConfig:
-    """A decoder of the language."""
+    """The config of a decoder for the language."""
     return config.gpt2(
         vocab_size=len(reviews.VOCABULARY),
         hidden_size=hidden_size,
@@ -120,7 +120,7 @@ def shape(hidden_size: int, *, num_layers: int) -> ModelConfig:
 
 
 def fine_tuned(seed: int, *, model: ModelConfig, num_steps: int) -> Params:
-    """A model after some updates on reviews of the grammar."""
+    """Trains a model on reviews of the grammar for `num_steps` updates."""
     stream = batches.sequence_batches(
         [
             Example(reviews.encode(prompt), reviews.encode(response))
@@ -148,7 +148,7 @@ def fine_tuned(seed: int, *, model: ModelConfig, num_steps: int) -> Params:
 
 
 def steps_of(way: str, options: Config, *, student: Params, teacher: Params) -> int:
-    """Steps at equal compute: operations per response token, by parameters."""
+    """Steps of a way at equal compute, by operations per response token."""
     if way == OF_TEACHER:
         return options.num_steps
     small, large = size(student), size(teacher)
@@ -158,12 +158,12 @@ def steps_of(way: str, options: Config, *, student: Params, teacher: Params) -> 
 
 
 def size(params: Params) -> int:
-    """Parameters of a model."""
+    """Number of parameters of a model."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def stacked(stream: Any, *, first: int, count: int) -> Prompts:
-    """Some batches of a stream as one, every leaf [count, ...]."""
+    """Stacks `count` batches of a stream, every leaf [count, ...]."""
     several = [stream[first + i] for i in range(count)]
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *several)
 
@@ -171,7 +171,7 @@ def stacked(stream: Any, *, first: int, count: int) -> Prompts:
 def from_samples(
     student: Params, teacher: Frozen, *, seed: int, model: ModelConfig, options: Config
 ) -> Params:
-    """Cross-entropy of the teacher's responses, fresh ones in every step."""
+    """Trains by cross-entropy on the teacher's responses, new ones in every step."""
     teacher_model = frozen.shape_of(teacher, policy=model)
     optimizer = adam(options, options.num_steps)
 
@@ -199,7 +199,7 @@ def on_policy(
     model: ModelConfig,
     options: Config,
 ) -> Params:
-    """`rlhf-jax distill`, the teacher within the update."""
+    """Trains as `rlhf-jax distill` does, with the teacher inside the update."""
     algorithm = Distill(
         **vars(recipe),
         model=model,
@@ -244,7 +244,7 @@ def run_steps(
     seed: int,
     options: Config,
 ) -> Any:
-    """All steps, some in a program."""
+    """Runs all steps, STEPS_A_PROGRAM of them per program."""
     stream = prompts_of(TRAIN_PROMPTS, count=options.batch_size, seed=seed)
     root = jax.random.key(seed)
 
@@ -266,7 +266,7 @@ def run_steps(
 
 
 def main(options: Config) -> None:
-    """Prints mean and standard deviation over the seeds."""
+    """Runs every way for every seed, and prints means and standard deviations."""
     started = time.perf_counter()
     small = shape(options.student_size, num_layers=1)
     large = shape(options.teacher_size, num_layers=2)
@@ -325,7 +325,7 @@ def main(options: Config) -> None:
 
 
 def show(rows: list[Row]) -> None:
-    """Mean ± standard deviation over the seeds."""
+    """Prints mean ± standard deviation over the seeds."""
 
     def spread(way: str, name: str) -> str:
         values = [row[name] for row in rows if row["way"] == way and name in row]

@@ -1,4 +1,4 @@
-"""What is known of a student: its responses, and exact KLs to and from its teacher."""
+"""Measures a student: its responses, and exact KLs to and from its teacher."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 
 def prompts_of(rows: Sequence[list[int]], *, count: int, seed: int) -> Any:
-    """Batches of prompts, as wide as the widest."""
+    """Batches of prompts, all as wide as the longest prompt."""
     return batches.prompt_batches(
         rows,
         batch_size=count,
@@ -43,7 +43,7 @@ def prompts_of(rows: Sequence[list[int]], *, count: int, seed: int) -> Any:
 
 
 def respond(params: Params, *, model: ModelConfig, prompts: Prompts, key: Array):
-    """Responses at temperature 1."""
+    """Samples responses at temperature 1."""
     return rollout.rollout(
         params,
         model=model,
@@ -59,7 +59,7 @@ def respond(params: Params, *, model: ModelConfig, prompts: Prompts, key: Array)
 def kl_of_responses(
     student: Params, teacher: Frozen, prompts: Prompts, key: Array, *, model, writer
 ) -> tuple[Rollout, Array]:
-    """Responses of one of the two, and the KL from it to the other, nats a response."""
+    """Responses of `writer`, and the KL from it to the other, nats per response."""
     teacher_model = frozen.shape_of(teacher, policy=model)
     params, its_model = student, model
     if writer == "teacher":
@@ -75,7 +75,7 @@ def kl_of_responses(
     hidden = decoder.hidden_states(
         student, model=model, tokens=responses.tokens, mask=responses.mask
     )
-    assert states.hidden is not None  # of a teacher
+    assert states.hidden is not None  # because the teacher has a head
     kl = policy.exact_kl(
         student,
         hidden,
@@ -93,7 +93,7 @@ def kl_of_responses(
 def look(
     student: Params, teacher: Frozen, *, seed: int, model: ModelConfig, num_answers: int
 ) -> Row:
-    """A row about a student, on held-out prompts."""
+    """Measures a student on held-out prompts and returns the row."""
     prompts = prompts_of(HELD_OUT_PROMPTS, count=num_answers, seed=seed)[0]
     key = jax.random.fold_in(jax.random.key(seed), 1_000_000)
     measure = functools.partial(kl_of_responses, student, teacher, prompts, key)

@@ -1,4 +1,4 @@
-"""The runs of a sweep that are done, and the programs that make figures of them."""
+"""The finished runs of a sweep, and the command line of programs that plot them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Row = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Of a program that makes figures."""
+    """Options of a program that makes figures."""
 
     sweep: tyro.conf.Positional[Path]
-    """Folder of the sweep, --out of rlhf-jax sweep."""
+    """Folder of the sweep, the --out of `rlhf-jax sweep`."""
 
 
 def command(main: Callable[[Options], None], *, description: str | None) -> None:
-    """A program that makes figures of a sweep."""
+    """Runs a program that makes figures of a sweep, and seals the sweep's folder."""
     try:
         options = tyro.cli(Options, description=description)
         main(options)
@@ -38,16 +38,16 @@ def command(main: Callable[[Options], None], *, description: str | None) -> None
 
 
 class Finished(NamedTuple):
-    """A run that is done."""
+    """A finished run."""
 
-    cell: str  # its name, as in "kl_coef=0.05"
+    cell: str  # name of the cell, as in "kl_coef=0.05"
     seed: int
     config: Row
     summary: Row
     folder: Path
 
     def points(self) -> list[dict[str, Any]]:
-        """The rows of samples.jsonl that are of whole batches, in their order."""
+        """The rows of samples.jsonl that describe whole batches, in their order."""
         return [
             row
             for row in metrics.read(self.folder / "samples.jsonl")
@@ -56,13 +56,13 @@ class Finished(NamedTuple):
 
 
 def runs_of(sweep: Path) -> list[Finished]:
-    """Every run that is done, by cell in the order of the sweep and then by seed.
+    """Returns the finished runs, by cell in the order of the sweep and then by seed.
 
     Args:
       sweep: the folder of `rlhf-jax sweep --out`.
 
     Raises:
-      InputError: it is none, or no run of it is done.
+      InputError: the folder is not a sweep's, or no run is finished.
     """
     begun = sweep / "sweep.json"
     if not begun.exists():
@@ -94,10 +94,10 @@ def runs_of(sweep: Path) -> list[Finished]:
 
 
 def complete(runs: Sequence[Finished]) -> list[Finished]:
-    """The runs of the seeds that every cell has; says which seeds are left out.
+    """Returns the runs of the seeds that every cell has, and prints the other seeds.
 
     Raises:
-      InputError: there is no such seed.
+      InputError: the cells have no seed in common.
     """
     of_cells: dict[str, set[int]] = {}
     for run in runs:
@@ -115,10 +115,10 @@ def complete(runs: Sequence[Finished]) -> list[Finished]:
 
 
 def check_apart(runs: Sequence[Finished], *, option: str) -> None:
-    """Checks that cells differ in an option, by which figures tell them apart.
+    """Checks that cells differ in an option, which the figures label them by.
 
     Raises:
-      InputError: two cells have one value of it.
+      InputError: two cells have the same value.
     """
     values = {run.cell: run.config[option] for run in runs}
     if len(set(values.values())) < len(values):

@@ -1,30 +1,30 @@
-"""Three pictures of the KL: what it counts, how noisy it is, what a prompt does to it.
+"""Three pictures of the KL: its terms, the noise of estimates, the effect of prompts.
 
     python experiments studies.kl_pictures --out runs/kl_pictures
 
-Nothing is trained. The two models of pictures 2 and 3 are a random decoder, the
-reference, and a perturbed copy of it, the policy.
+Nothing is trained. In pictures 2 and 3 the reference is a random decoder and the policy
+a perturbed copy of it.
 
-1. Six tokens: three policies against one reference, token by token. A token adds
-   π log(π/π_ref), negative where the policy likes it less; the sum is the KL.
-2. Estimators: the KL of a whole response by k1, k2, k3 (sums over tokens, and of the
+1. Six tokens: three policies and one reference, token by token. A token adds
+   π log(π/π_ref), negative where π < π_ref; the sum is the KL.
+2. Estimators: the KL of a whole response by k1, k2, k3 (as sums over tokens, and of the
    whole response at once) and exact, and its standard deviation over responses of the
    policy, against the length of a response.
-3. Prefixes: tokens in front of every prompt, seen by both models. They are chosen one
-   by one from a few tokens, so that the KL measured behind them is the largest or the
-   smallest; or, without a look at the KL, the likeliest or unlikeliest under the
-   reference, or by lot. "Same responses" were sampled without a prefix, and are what
-   the search measures; "own responses" the policy gives behind it. Weights, prompts
-   and seed are the same throughout: what changes is what is said of the same policy.
+3. Prefixes: tokens before every prompt, read by both models. They are chosen greedily
+   from a few tokens: to maximise or minimise the KL measured after them; to be the
+   likeliest or unlikeliest under the reference; or at random. "Same responses" were
+   sampled without a prefix and are used by the search; "own responses" are the
+   policy's with the prefix. Weights, prompts and seed are always the same: only the
+   measurement of the policy changes.
 
-2 laptop cores take about a minute. Picture 1 is 0.0041, 0.2541 and 2.6733 nats. Over
-seeds 0 to 2 a response of 64 tokens has a KL of 9.4 to 13.5 nats. One sample of it is
-off by 4.5 - 5.4 nats with k1, 2.3 - 3.7 with k3 and 1.2 - 1.6 with exact, whose noise
-is that of the prefixes alone; k2 is 10 - 14% too high. Of the whole response k2 is too
-high by a factor of 6 to 8, and k3, unbiased, has tails too heavy for 4096 responses. A
-prefix of four of 32 tokens raises the measured KL by 29 - 30% or lowers it by 14 - 15%
-on the same responses (on own ones 27 - 31% and 13 - 17%); one that is merely unlikely
-moves it by -8% to +18%.
+The study takes about a minute on 2 laptop cores. Picture 1 shows 0.0041, 0.2541 and
+2.6733 nats. Over seeds 0 to 2 a response of 64 tokens has a KL of 9.4 to 13.5 nats. The
+standard deviation of one sample is 4.5 - 5.4 nats with k1, 2.3 - 3.7 with k3 and
+1.2 - 1.6 with exact, whose only noise is that of the prefixes; k2 is 10 - 14% too high.
+For the whole response at once k2 is too high by a factor of 6 to 8, and k3, unbiased,
+has tails too heavy for 4096 responses. A prefix of four of 32 tokens raises the
+measured KL by 29 - 30% or lowers it by 14 - 15% on the same responses (27 - 31% and
+13 - 17% on own ones); the unlikeliest prefix changes it by -8% to +18%.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Array = jax.Array
 Params = Any
 Row = dict[str, Any]
 
-BEGIN = 0  # the word that every text begins with
+BEGIN = 0  # the first token of every text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,13 +71,13 @@ class Config(RunConfig):
     scale: float = 0.2
     """Standard deviation of every parameter of the reference."""
     perturbation: float = 0.1
-    """Of the policy's parameters, as a share of `scale`."""
+    """Standard deviation of the policy's perturbation, as a share of `scale`."""
     lengths: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     """Response lengths of the second picture, tokens."""
     num_responses: int = 4096
     """Responses of the second picture."""
     prompt_length: int = 8
-    """Tokens of a prompt, which the reference wrote."""
+    """Tokens of a prompt, sampled from the reference."""
     num_prompts: int = 128
     """Prompts of the third picture, with one response each."""
     response_length: int = 16
@@ -149,7 +149,7 @@ def _with_noise(params: Params, *, key: Array, scale: float) -> Params:
 
 
 def six_words() -> dict[str, dict[str, Any]]:
-    """{policy: its words, what each adds to the KL, and the KL}, nats."""
+    """{policy: its probabilities, the terms of the KL, and the KL}, nats."""
     policies = {}
     reference = np.array(REFERENCE_WORDS)
     for name, words in POLICY_WORDS.items():
@@ -167,7 +167,7 @@ def six_words() -> dict[str, dict[str, Any]]:
 
 
 def estimators(pair: Pair, options: Config, *, key: Array) -> list[Row]:
-    """A row per length: mean and spread of every estimator over responses."""
+    """A row per length: mean and standard deviation of every estimator."""
     longest = max(options.lengths)
     begin = jnp.full((options.num_responses, 1), BEGIN, jnp.int32)
     tokens = answer(
@@ -198,7 +198,7 @@ def estimators(pair: Pair, options: Config, *, key: Array) -> list[Row]:
 
 
 def prefixes(pair: Pair, options: Config, *, key: Array) -> list[Row]:
-    """A row per prefix: how likely it is, and the KL that is measured behind it."""
+    """A row per prefix: its log-prob, and the KL measured after it."""
     prompt_key, key = jax.random.split(key)
     begin = jnp.full((options.num_prompts, 1), BEGIN, jnp.int32)
     prompts = answer(
@@ -240,7 +240,7 @@ def prefixes(pair: Pair, options: Config, *, key: Array) -> list[Row]:
         return jax.lax.map(of, candidates)
 
     def greedy(best: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> np.ndarray:
-        """The prefix to which `best` of (mean KL, log π_ref) adds word after word."""
+        """The prefix whose tokens in turn maximise `best` of (mean KL, log π_ref)."""
         prefix = np.zeros(0, np.int32)
         for _ in range(options.prefix_length):
             candidates = np.array([[*prefix, word] for word in words], np.int32)
@@ -273,7 +273,7 @@ def prefixes(pair: Pair, options: Config, *, key: Array) -> list[Row]:
 
 
 def _with_prefix(prefix: Array, texts: Array) -> Array:
-    """The prefix between the first word of every text and the others."""
+    """Inserts the prefix after the first token of every text."""
     shape = (texts.shape[0], prefix.size)
     between = jnp.broadcast_to(jnp.asarray(prefix, jnp.int32)[None, :], shape)
     return jnp.concatenate([texts[:, :1], between, texts[:, 1:]], axis=1)

@@ -1,4 +1,4 @@
-"""A lock that runs wait for, where one of them makes what all of them read."""
+"""A lock for runs of which one prepares files that all of them read."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-BETWEEN = 0.5  # seconds between looks at a lock that another run holds
+BETWEEN = 0.5  # seconds between tries to take the lock
 
 
 @contextlib.contextmanager
 def held(path: Path, *, prepares: Path, check: Callable[[], None]) -> Iterator[None]:
-    """Waits for a lock, and holds it; it goes with its process.
+    """Waits for a lock and holds it; the lock is released if the process dies.
 
     Args:
-      path: of the lock's file, in a folder that is there.
-      prepares: what the holder makes, for the line that says who is waited for.
-      check: called before each try; raises where this run is to stop.
+      path: the lock file, in an existing folder.
+      prepares: the files that the holder prepares, for the printed line.
+      check: called before each try; it raises if this run should stop.
 
     Raises:
       OSError: the file cannot be written.

@@ -1,28 +1,28 @@
-r"""Does GRPO learn the same from a sampler outside of the trainer?
+r"""Does GRPO learn the same from a sampler outside the trainer?
 
     python experiments studies.outside_sampler --vllm VENV/bin/vllm \
         --out runs/outside_sampler
 
 A model of two layers learns sums of two digits from few demonstrations, and then by
-`rlhf-jax grpo` and a verifier. The same runs are made with three samplers:
+`rlhf-jax grpo` with a verifier. The same runs use three samplers:
 
 here       our decoder in the trainer's program
 process    our decoder in a process of its own; weights pass through files
-server     vLLM, which reloads every version from safetensors; started by this study
+server     vLLM, started by this study, which reloads every version from safetensors
 
-each also with a sampler that is a step behind (--max-staleness 1). Then the server is
-handed weights as a checkpoint without an output head of its own, as a tied model is
-usually written, and with one.
+Each sampler also runs a step behind (--max-staleness 1). Then the server receives the
+weights as a checkpoint without a separate output head, the usual form of a tied model,
+and as one with a head.
 
-Measured: the share of all sums that greedy responses have right, the scores of the
-first step and of the last ten, the distance of the server's log-probs to the trainer's
-after every hand-over, and whether the runs with the process are those with our decoder
-to the bit.
+Measured are the share of all sums that greedy responses have right; the scores of the
+first step and of the last ten; the distance of the server's log-probs to the trainer's
+after every hand-over; and whether runs with the process equal those with our decoder to
+the bit.
 
-Expect of seeds 0 to 2 that every run with the process is that with our decoder, that
-the server's learn as much, with distances of at most 1e-5 nats per token, and that
-vLLM 0.32 does not reload a tied head, which the check after the hand-over sees. Without
---vllm the server is left out; nothing stands in for it.
+Expect, for seeds 0 to 2: runs with the process equal those with our decoder; runs with
+the server learn as much, at distances of at most 1e-5 nats per token; and vLLM 0.32
+does not reload a tied head, which the check after the hand-over detects. Without --vllm
+the server is left out.
 """
 
 from __future__ import annotations
@@ -61,24 +61,24 @@ from studies.vllm_server import serving
 Row = dict[str, Any]
 CONTEXT = 32
 SUMS = [(a, b) for a in range(10) for b in range(10)]
-LAST = 10  # steps whose scores are averaged
-GONE = 1e9  # nats per token, a tolerance that lets every distance pass
+LAST = 10  # number of final steps whose scores are averaged
+GONE = 1e9  # nats per token, a tolerance that accepts every distance
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(run_config.RunConfig):
     vllm: str | None = None
-    """The program `vllm` of an environment that has it; None leaves the server out."""
+    """Path of the program `vllm` in its environment; None leaves the server out."""
     num_seeds: int = 3
-    """Seeds of models and samples: --seed, the next, ..."""
+    """Number of seeds, of models and samples: --seed, --seed + 1, ..."""
     num_steps: int = 80
     """Iterations of GRPO."""
     batch_size: int = 256
     """Responses per iteration, in groups of 8."""
     sft_steps: int = 160
-    """Updates on demonstrations, before."""
+    """Updates on demonstrations, before GRPO."""
     learning_rate: float = 1e-3
-    """Learning rate of GRPO at the start."""
+    """Initial learning rate of GRPO."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,7 +91,7 @@ class Config(run_config.RunConfig):
 
 
 def prepare(options: Config) -> None:
-    """OUT/data, OUT/tokenizer and a model OUT/sft/SEED/model for each seed."""
+    """Writes OUT/data, OUT/tokenizer and, per seed, a model OUT/sft/SEED/model."""
     data = options.out / "data"
     data.mkdir()
     characters().save_pretrained(options.out / "tokenizer")
@@ -110,7 +110,7 @@ def prepare(options: Config) -> None:
                     tokenizer=str(options.out / "tokenizer"),
                     fresh_hidden_size=64,
                     fresh_num_layers=2,
-                    fresh_num_heads=2,  # vLLM has no heads of 16 on a CPU
+                    fresh_num_heads=2,  # vLLM on a CPU lacks heads of size 16
                     fresh_max_positions=CONTEXT,
                 ),
                 data=sft.Demonstrations(data=str(data / "demonstrations.jsonl")),
@@ -131,7 +131,7 @@ def prepare(options: Config) -> None:
 def train(
     options: Config, *, seed: int, name: str, sampler: Sampler, behind: int
 ) -> Path:
-    """A run of GRPO with a sampler; its folder."""
+    """Runs GRPO with a sampler and returns the run folder."""
     out = options.out / "runs" / f"{name}-{seed}"
     sums = str(options.out / "data" / "sums.jsonl")
     trainer.main(
@@ -155,7 +155,7 @@ def train(
 
 
 def measured(out: Path) -> Row:
-    """What a run has learned, and what its hand-overs took."""
+    """The scores of a run, and the distances and seconds of its hand-overs."""
     rows = metrics.read(out / "metrics.jsonl")
     waits = [row.get("waits") or {} for row in metrics.read(out / "timings.jsonl")]
     summary = json.loads((out / "summary.json").read_text())
@@ -177,7 +177,7 @@ def measured(out: Path) -> Row:
 
 
 def bits(out: Path) -> Any:
-    """What of a run must be equal."""
+    """The parts of a run that must be equal: metrics and weights."""
     rows = metrics.read(out / "metrics.jsonl")
     for row in rows:
         row.pop("policy/sampler_check", None)
@@ -185,7 +185,7 @@ def bits(out: Path) -> Any:
 
 
 def heads(url: str, before: Path, after: Path) -> list[Row]:
-    """Distances after hand-overs of a tied policy, with and without a head written.
+    """Distances after hand-overs of a tied policy, with and without a stored head.
 
     Args:
       before, after: checkpoints of the start and of the end of a run.
@@ -211,7 +211,7 @@ def heads(url: str, before: Path, after: Path) -> list[Row]:
 
 
 def main(options: Config) -> None:
-    """Prints mean and standard deviation over the seeds."""
+    """Runs every sampler for every seed, and prints means and standard deviations."""
     started = time.perf_counter()
     rows: list[Row] = []
     of_heads: list[Row] = []
@@ -254,7 +254,7 @@ def main(options: Config) -> None:
 
 
 def show(rows: list[Row], of_heads: list[Row]) -> None:
-    """Mean ± standard deviation over the seeds."""
+    """Prints mean ± standard deviation over the seeds."""
 
     def spread(way: tuple[str, int], name: str) -> str:
         values = [

@@ -1,28 +1,29 @@
-"""The PPO update under `jax.pmap`: equal to `jax.jit` on the whole batch.
+"""The PPO update under `jax.pmap` equals `jax.jit` on the whole batch.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=4 \\
         python experiments studies.pmap_update --out runs/pmap
 
-For those who hold on to `pmap`; `jit` with a mesh (`rlhf_jax.sharding`) needs none of
-this, and shards models too. Here every device holds the whole state and its own rows.
-A loss is a sum over tokens, S_d on device d, over N tokens of the whole minibatch. The
-devices hold N_d tokens each, N in all, which differ as responses end when they like:
+For users of `pmap`. With `jit` and a mesh (`rlhf_jax.sharding`) none of this is needed,
+and models can be sharded too. Here every device has the whole state and its own rows.
+A loss is a sum over tokens, S_d on device d, divided by the N tokens of the whole
+minibatch. Devices have different numbers of tokens N_d, because responses differ in
+length:
 
     wrong    pmean of the gradients of S_d / N_d          a mean of means
     right    pmean of the gradients of S_d / (N / D)      = gradient of Σ S_d / N
 
-`update` below gives the library's losses N / D to divide by. Gradients become their
-mean *before* anything looks at them, so that every device clips, skips and steps alike.
-GAE and whitening stand before the update and see the whole batch; `whiten_advantages=
-"minibatch"` would see a device's rows alone. With more than one minibatch each device
-shuffles its own rows: other minibatches than those of `jit`, and as good.
+`update` below passes N / D to the library's losses as the divisor. Gradients are
+averaged *before* they are clipped or checked, so that every device takes the same step.
+GAE and whitening come before the update and use the whole batch; `whiten_advantages=
+"minibatch"` would use only a device's rows. With more than one minibatch each device
+shuffles its own rows, which gives other, equally valid minibatches than `jit`.
 
-The model learns to say words of praise. From the same state
-and rows each step is made three times: by `jit`, right and wrong. On 2 laptop cores, 40
-seconds, some number of the policy differs from that of `jit` by at most 2e-4 of the
-largest move in the first step and 3e-5 later, as sums in another order do. With the
-mean of means it is 0.2 to 1.3 of the largest move, by Adam, or as little as with the
-right one where by chance all responses run to the last column.
+The model learns to write words of praise. From the same state and rows each step is
+made three times: by `jit`, right and wrong. The study takes 40 seconds on 2 laptop
+cores. The largest difference to `jit` in the policy is at most 2e-4 of the largest move
+in the first step and 3e-5 later, the effect of summing in another order. With the mean
+of means it is 0.2 to 1.3 of the largest move (with Adam), or as small as with the right
+one if by chance no response ends early.
 """
 
 from __future__ import annotations
@@ -61,15 +62,15 @@ GRADES = np.array([reviews.GRADES.get(w, 0) for w in reviews.VOCABULARY], np.flo
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
     num_devices: int = 4
-    """That share a batch."""
+    """Number of devices that share a batch."""
     num_steps: int = 5
-    """Iterations."""
+    """Number of iterations."""
     batch_size: int = 32
-    """Responses of an iteration."""
+    """Responses per iteration."""
     learning_rate: float = 1e-3
-    """Of Adam, for policy and critic."""
+    """Learning rate of Adam, for policy and critic."""
     kl_coef: float = 0.1
-    """Reward units per nat."""
+    """KL coefficient β, reward units per nat."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,13 +86,13 @@ class Config(RunConfig):
             )
 
 
-# Over the devices, of what each of them has.
+# The mean over the devices.
 mean = functools.partial(jax.lax.pmean, axis_name=DEVICES)
 
 
 @jax.custom_vjp
 def of_all_devices(params: Any) -> Any:
-    """The parameters as they are; their gradient is the mean of all devices'."""
+    """Returns the parameters; their gradient is the mean over all devices."""
     return params
 
 
@@ -103,7 +104,7 @@ of_all_devices.defvjp(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MappedPPO(ppo.PPO):
-    """PPO on one of several devices, whose losses and gradients are those of all."""
+    """PPO on one of several devices, with the losses and gradients of all devices."""
 
     count: Callable[[Array], Array]
 
@@ -128,7 +129,7 @@ class MappedPPO(ppo.PPO):
 
         def loss(trained: Any, part: Experience) -> tuple[Array, masked.Stats]:
             loss, stats = loss_of_rows(*of_all_devices(trained), experience=part)
-            # (sum, weight) pairs add up, whoever holds them.
+            # (sum, weight) pairs add up over the devices.
             return loss, masked.total_stats(jax.lax.all_gather(stats, DEVICES))
 
         return minibatch, loss
@@ -148,17 +149,17 @@ def update(
       train: the same on every device.
       rows: Experience[B / D, S], this device's.
       key: the same on every device.
-      algorithm: static; nothing is whitened over a minibatch.
-      count: this device's tokens -> what its loss is divided by, N / D.
+      algorithm: static; without whitening over a minibatch.
+      count: the number of this device's tokens -> the divisor of its loss, N / D.
 
     Returns:
       The next state and the stats of all rows, the same on every device.
     """
     recipe = MappedPPO(**vars(algorithm), count=count)
     after, stats = ppo.update(train, experience=rows, key=key, recipe=recipe)
-    # It has moved the KL controller by this device's rows; here by everyone's.
+    # `ppo.update` used only this device's rows for the KL controller; use all rows.
     size, mask = rows.tokens.shape[0], rows.response_mask
-    assert rows.ref_logprobs is not None  # there is a reference
+    assert rows.ref_logprobs is not None  # because there is a reference
     per_token = kl.k1(rows.old_logprobs, rows.ref_logprobs)
     controller = train.kl.update(
         kl=mean(masked.masked_sum(per_token, mask=mask)) / size,
@@ -169,7 +170,7 @@ def update(
 
 
 def mapped(function: Any, *, num_devices: int) -> Any:
-    """(train, rows, key) -> the same on whole arrays, the rows shared out."""
+    """Returns `function` under pmap, on whole arrays whose rows the devices share."""
     devices = jax.devices()[:num_devices]
     program = jax.pmap(
         function,
@@ -194,7 +195,7 @@ def mapped(function: Any, *, num_devices: int) -> Any:
 
 
 def praise(answered: Rollout) -> Array:
-    """f32[B]: the sum of the words' grades."""
+    """Returns the scores, f32[B]: the sum of the grades of a response's words."""
     grades = jnp.asarray(GRADES)[answered.tokens]
     return masked.masked_sum(grades, mask=answered.response_mask, axis=1)
 
@@ -202,7 +203,7 @@ def praise(answered: Rollout) -> Array:
 def to_experience(
     train: TrainState, answered: Rollout, reference: Frozen, *, algorithm: ppo.PPO
 ) -> tuple[Experience, Array]:
-    """What `ppo.learn` does before its update, and the mean score."""
+    """The experience, computed as in `ppo.learn`, and the mean score."""
     scored = score.score(
         answered,
         scores=praise(answered),
@@ -225,7 +226,7 @@ def to_experience(
 
 
 def farthest(left: Any, right: Any) -> Array:
-    """The largest difference of two numbers in the same place."""
+    """The largest absolute difference over all leaves."""
     return jnp.stack(
         jax.tree.leaves(jax.tree.map(lambda a, b: jnp.abs(a - b).max(), left, right))
     ).max()

@@ -2,18 +2,19 @@
 
     python experiments studies.routing_replay --out runs/routing_replay
 
-All 256 responses of 4 tokens, of 4 words, of a mixture of 2 layers and 6 experts, 2 per
-token. The sampler computes in bfloat16, so that some tokens meet other experts than in
-the trainer. Every expectation is exact: a sum over responses, weighted by μ.
+The study enumerates all 256 responses of 4 tokens from a vocabulary of 4. The model is
+a mixture of 2 layers and 6 experts, 2 per token. The sampler computes in bfloat16, so
+some tokens go to other experts than in the trainer. Every expectation is an exact sum
+over responses, weighted by μ.
 
-certificate  The expected gradient of E_μ[r · π/μ], with the ratio and without, against
-             ∇E[r] of two policies: π, whose experts are its own, and π^μ, whose tokens
-             meet the experts that the sampler chose. After an update R2 is held against
-             the policy whose tokens meet the experts of the policy before.
+certificate  The expected gradient of E_μ[r · π/μ], with and without the ratio, compared
+             with ∇E[r] of two policies: π, with its own experts, and π^μ, with the
+             experts that the sampler chose. After an update R2 is compared with the
+             policy that has the experts of the previous policy.
 mismatch     E_μ |log π_old - log μ|, nats per token.
 clipped      Share of tokens, weighted by μ, with a ratio π/μ outside [0.8, 1.2].
-KL           Of the policy to a reference that chooses its own experts, and to one whose
-             tokens meet those of the policy.
+KL           From the policy to a reference with its own experts, and to one with the
+             experts of the policy.
 """
 
 from __future__ import annotations
@@ -49,20 +50,21 @@ MODEL = dataclasses.replace(
     ),
     experts=config.Experts(6, 2),
 )
-PROMPT = WORDS  # a word that no response has
+PROMPT = WORDS  # a token that no response has
 TOKENS = np.array(
     [(PROMPT, *words) for words in itertools.product(range(WORDS), repeat=LENGTH)],
     np.int32,
 )
-SLACK = 1e-5  # of the largest entry of a target
+SLACK = 1e-5  # tolerance, relative to the largest entry of a target
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(run_config.RunConfig):
     near_tie: float = 0.01
-    """How far the experts' rows of a router are apart, of numbers about 1."""
+    """Standard deviation between the experts' rows of a router, whose entries are
+    about 1."""
     step: float = 0.3
-    """Of the update on E[r] between R2's record and its replay."""
+    """Step size of the update on E[r] between R2's record and its replay."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,14 +72,14 @@ class Config(run_config.RunConfig):
 
 
 def draw(seed: int, *, near_tie: float) -> Params:
-    """Parameters of a mixture whose experts' routers are so near each other."""
+    """Draws parameters of a mixture whose router has nearly equal rows."""
     rng = np.random.default_rng(seed)
 
     def leaf(path: Any, shape: Any) -> Array:
         name = jax.tree_util.keystr(path)
         scale = near_tie if "router" in name else 0.3
         centre: Any = 1.0 if "scale" in name else 0.0
-        if "router" in name:  # what all experts have in common, and rounding does not
+        if "router" in name:  # a large common part, which makes rounding matter
             centre = rng.normal(size=(*shape.shape[:-1], 1))
         return jnp.asarray(centre + rng.normal(0, scale, shape.shape), jnp.float32)
 
@@ -86,7 +88,7 @@ def draw(seed: int, *, near_tie: float) -> Params:
 
 @functools.partial(jax.jit, static_argnames="model")
 def logprobs(params: Params, experts: Array | None = None, *, model: ModelConfig):
-    """f32[256, 4] of every response, over the words alone."""
+    """f32[256, 4] of every response, nats, normalised without the prompt's token."""
     unused = dataclasses.replace(model, unused_ids=((PROMPT, PROMPT + 1),))
     mask = jnp.ones(TOKENS.shape, bool)
     return policy.logprobs(
@@ -105,12 +107,12 @@ def chosen(params: Params, *, model: ModelConfig) -> Array:
 
 
 def probabilities(logprobs: Array) -> Array:
-    """f32[256], which sum to 1."""
+    """f32[256], the probability of every response."""
     return jnp.exp(logprobs.sum(axis=1))
 
 
 def gradient_of_reward(params: Params, rewards: Array, experts: Array | None) -> Params:
-    """∇E[r] of the policy, or of that whose tokens meet these experts."""
+    """∇E[r] of the policy, with its own experts or with the given ones."""
 
     def expected(params: Params) -> Array:
         return (probabilities(logprobs(params, experts, model=MODEL)) * rewards).sum()
@@ -121,7 +123,7 @@ def gradient_of_reward(params: Params, rewards: Array, experts: Array | None) ->
 def surrogate(
     params: Params, mu: Array, rewards: Array, experts: Array | None, *, ratio: bool
 ) -> Params:
-    """∇ E_μ[r · π/sg(π_old)], π_old being μ with `ratio` and π itself without."""
+    """∇ E_μ[r · π/sg(π_old)], where π_old is μ with `ratio` and π without."""
 
     def expected(params: Params) -> Array:
         new = logprobs(params, experts, model=MODEL)
@@ -140,7 +142,7 @@ def distance(one: Params, other: Params) -> float:
 
 
 def measure(seed: int, *, near_tie: float, step: float) -> dict[str, Any]:
-    """The figures of a world."""
+    """Measures all figures of one world."""
     params = draw(seed, near_tie=near_tie)
     reference = draw(seed + 1000, near_tie=near_tie)
     rewards = jnp.asarray(np.random.default_rng(seed).normal(size=len(TOKENS)))
@@ -161,10 +163,10 @@ def measure(seed: int, *, near_tie: float, step: float) -> dict[str, Any]:
             "clipped": float((weights * outside).sum()),
         }
         for ratio in (True, False):
-            found = surrogate(params, mu, rewards, experts, ratio=ratio)
+            gradient = surrogate(params, mu, rewards, experts, ratio=ratio)
             how = "ratio" if ratio else "no ratio"
-            figures[f"{how}, of π"] = distance(found, own)
-            figures[f"{how}, of π^μ"] = distance(found, frozen)
+            figures[f"{how}, of π"] = distance(gradient, own)
+            figures[f"{how}, of π^μ"] = distance(gradient, frozen)
         rows[name] = figures
     moved = jax.tree.map(lambda leaf, slope: leaf + step * slope, params, own)
     old = logprobs(params, model=MODEL)
@@ -197,7 +199,7 @@ def measure(seed: int, *, near_tie: float, step: float) -> dict[str, Any]:
 
 
 def verdicts(figures: dict[str, Any]) -> dict[str, bool]:
-    """What replay gives the gradient of."""
+    """{claim: whether it holds}."""
     rows = figures["replay"]
     off, replayed = rows["off"], rows["R3"]
     return {
@@ -211,7 +213,7 @@ def verdicts(figures: dict[str, Any]) -> dict[str, bool]:
 
 
 def main(options: Config) -> None:
-    """Prints the tables, and raises StopError where a certificate fails."""
+    """Prints the tables; raises StopError if a certificate fails."""
     started = time.perf_counter()
     with run.Run(options, num_steps={}) as job:
         figures = measure(options.seed, near_tie=options.near_tie, step=options.step)

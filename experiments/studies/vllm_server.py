@@ -1,4 +1,4 @@
-"""A vLLM server on the CPU, for as long as a study needs it."""
+"""A vLLM server on the CPU, for the duration of a study."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from rlhf_jax.functional.checks import StopError
 
 @contextlib.contextmanager
 def serving(vllm: str, model: Path, *, context: int, log: Path) -> Iterator[str]:
-    """The address of a vLLM server of a model, on the CPU; ends it.
+    """Starts a vLLM server on the CPU, yields its address and stops it.
 
     Args:
-      vllm: its program.
-      context: tokens that a prompt and its response have at most.
-      log: file for what the server prints.
+      vllm: path of the program `vllm`.
+      context: largest number of tokens of a prompt and its response.
+      log: file for the output of the server.
 
     Raises:
-      StopError: it ended before it was up.
+      StopError: the server ended before it was ready.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -44,7 +44,7 @@ def serving(vllm: str, model: Path, *, context: int, log: Path) -> Iterator[str]
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    environment.pop("PYTHONPATH", None)  # of this environment, not of the server's
+    environment.pop("PYTHONPATH", None)  # it is for this environment's packages
     url = f"http://127.0.0.1:{port}"
     with log.open("wb") as stream:
         server = subprocess.Popen(
@@ -62,7 +62,7 @@ def serving(vllm: str, model: Path, *, context: int, log: Path) -> Iterator[str]
 
 
 def answers(url: str) -> bool:
-    """Whether a server is up."""
+    """Whether the server responds."""
     try:
         with urllib.request.urlopen(url, timeout=5):
             return True

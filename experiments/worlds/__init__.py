@@ -1,1 +1,1 @@
-"""Languages small enough to know everything about."""
+"""Languages small enough for exact probabilities and rewards."""

@@ -1,4 +1,4 @@
-"""Sums of three digits, and the verifier that knows them."""
+"""Sums of three digits and their verifier."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def every_triple(seed: int) -> list[Row]:
 
 
 def verifier(rows: Sequence[Row]) -> rewards.TextReward:
-    """1 where the last integer of the response is the sum, else 0."""
+    """A reward of 1 if the last integer of the response is the sum, else 0."""
     return rewards.TextReward(
         verifiers.each(verifiers.LastInteger("answer")), decode_text, rows
     )

@@ -1,20 +1,20 @@
-"""Episodes of two turns, all of them known: 4 tokens, an observation between turns.
+"""All episodes of two turns over 4 tokens, with an observation between the turns.
 
     column          0  1  2  3  4  5  6
     tokens          0  1  3  2  0  1  3      the prompt is one 0; a 3 ends a turn
     sampled         0  1  1  0  0  1  1
     observed        0  0  0  1  1  0  0
 
-A turn has 1 or 2 tokens. One that a 3 ends is answered: the environment draws one of
-two observations, a 1 or a 2 and a 0, with chances of its own that depend on the turn,
-and the policy has a second turn. One without a 3 has met the limit of its tokens, and
-ends the episode. So there are 9 episodes of one turn and 4·2·13 of two, 113 in all, of
-1 to 4 sampled tokens and 0 to 2 observed ones.
+A turn has 1 or 2 tokens. After a first turn that ends in 3 the environment draws one of
+two observations, [1] or [2, 0], with probabilities that depend on the turn, and the
+policy has a second turn. A first turn without a 3 has reached the token limit and ends
+the episode. So there are 9 episodes of one turn and 4·2·13 of two, 113 in all, with 1
+to 4 sampled tokens and 0 to 2 observed ones.
 
-    J(π) = E[r] - β·E[Σ log π(a)/π_ref(a)], a over sampled tokens alone
+    J(π) = E[r] - β·E[Σ log π(a)/π_ref(a)], where a runs over the sampled tokens
 
-The chance of an episode is π of its sampled tokens times the environment's chance of
-what it observed, which no gradient reaches.
+The probability of an episode is π of its sampled tokens times the environment's
+probability of the observation, which no gradient reaches.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Params = Any
 
 PROMPT = enumerable.PROMPT
 STOP = 3  # ends a turn
-TURN_TOKENS = 2  # that a turn has at most
+TURN_TOKENS = 2  # the token limit of a turn
 OBSERVATIONS = ((1,), (2, 0))
 LENGTH = 2 * TURN_TOKENS + 2  # response columns, those of observations included
 Turn = tuple[int, ...]
@@ -50,14 +50,14 @@ class Episodes(NamedTuple):
     tokens: Array  # i32[N, 7]
     mask: Array  # bool[N, 7], not padding
     response_mask: Array  # bool[N, 7], sampled tokens
-    chance: Array  # f32[N], the environment's, of what was observed; 1 without
-    first: Array  # i32[N], which of the 4 answered turns came first; -1 without
-    # bool[N, 7], the last token of a turn that another follows.
+    chance: Array  # f32[N], probability of the observation; 1 if there is none
+    first: Array  # i32[N], number of the first turn if a second follows, else -1
+    # bool[N, 7], the last token of a first turn that a second follows.
     turn_ends: Array
 
 
 def turns() -> list[Turn]:
-    """The 13 turns: a 3, or another token and then any."""
+    """Returns the 13 turns: a 3, or another token and then any token."""
     alone = [(STOP,)]
     every = range(enumerable.VOCABULARY)
     others = [token for token in every if token != STOP]
@@ -65,10 +65,10 @@ def turns() -> list[Turn]:
 
 
 def every_episode(*, seed: int) -> Episodes:
-    """All 113 of them.
+    """Returns all 113 episodes.
 
     Args:
-      seed: of the chances of observations.
+      seed: seed of the observations' probabilities.
     """
     answered = [turn for turn in turns() if turn[-1] == STOP]
     chances = np.random.default_rng(seed).dirichlet((2.0, 2.0), len(answered))
@@ -100,16 +100,16 @@ def every_episode(*, seed: int) -> Episodes:
 
 
 def model(*, hidden_size: int) -> ModelConfig:
-    """That of `enumerable`, with as many positions as an episode has tokens."""
+    """The model of `enumerable`, with as many positions as an episode has tokens."""
     shape = enumerable.model(hidden_size=hidden_size)
     return dataclasses.replace(shape, max_positions=PROMPT + LENGTH)
 
 
 def rewards(episodes: Episodes, *, seed: int) -> tuple[Array, Array]:
-    """f32[N] totals and f32[N, 7] of first turns, normal numbers, reward units.
+    """Draws the total rewards, f32[N], and the rewards of first turns, f32[N, 7].
 
-    The reward of a first turn depends on that turn alone; what the total has beside it
-    depends on the whole episode.
+    The reward of a first turn depends on that turn alone; the rest of the total depends
+    on the whole episode. Both are normal, in reward units.
     """
     rng = np.random.default_rng(seed)
     of_first = np.append(rng.normal(size=int(episodes.first.max()) + 1), 0.0)
@@ -122,7 +122,7 @@ def rewards(episodes: Episodes, *, seed: int) -> tuple[Array, Array]:
 def rollout(
     params: Params, episodes: Episodes, *, model: ModelConfig, temperature: float
 ) -> batch.Rollout:
-    """Each episode once, as if the policy had sampled its tokens. Its entropy is 0."""
+    """Each episode once, as if the policy had sampled it; `entropy` is set to 0."""
     logprobs = policy.logprobs(
         params,
         model=model,
@@ -165,7 +165,7 @@ def objective(
     model: ModelConfig,
     temperature: float,
 ) -> Array:
-    """J(π), reward units, as a sum over all episodes that reads logits alone."""
+    """J(π), reward units, as a sum over all episodes computed from logits alone."""
     own, reference = (
         sampled_logprobs(
             model_params, episodes, model=model, temperature=temperature
@@ -187,13 +187,14 @@ def discounted(
     model: ModelConfig,
     temperature: float,
 ) -> Array:
-    """What has the gradient E[Σ_t ∇log π(a_t) Σ_{s≥t} γ^{s-t}·r_s]; s, t count sampled.
+    """A surrogate whose gradient is E[Σ_t ∇log π(a_t) Σ_{s≥t} γ^{s-t}·r_s].
 
-    r has the reward of the first turn at that turn's last token, what is left of the
-    total at the last token of all, and -β·log π/π_ref at each. The value means nothing.
+    s and t count sampled tokens. r has the reward of the first turn at that turn's last
+    token, the rest of the total at the episode's last token, and -β·log π/π_ref at each
+    token. The value of the surrogate has no meaning.
 
     Args:
-      of_turns: f32[N, 7], reward units, of first turns.
+      of_turns: f32[N, 7], rewards of first turns, reward units.
       gamma: γ, per sampled token.
     """
     own, reference = (

@@ -1,22 +1,24 @@
-"""A world small enough to know everything about: 4 words, 4 columns, 256 responses.
+"""A world with exact expectations: 4 tokens, 4 columns, 256 responses.
 
     column          0     1  2  3  4
     tokens          0     y1 y2 y3 y4      y in {0, 1, 2, 3}⁴, the prompt is one 0
     index           64·y1 + 16·y2 + 4·y3 + y4
 
-The reference is a random decoder, the reward one number a response. So the
-probability of every response is known, and with it whatever PPO can only sample:
+The reference is a random decoder, and the reward is one number per response. The
+probability of every response is known, and so are the quantities that PPO can only
+estimate from samples:
 
     J(π)   = E_π[r] - β·KL(π ‖ π_ref)
     π*     ∝ π_ref·exp(r/β),  J(π*) = β log E_ref[exp(r/β)]
     J(π*) - J(π) = β·KL(π ‖ π*)
 
-With `STOPS` a 3 ends a response: 121 of 1 to 4 tokens, the stop token included.
+With `STOPS` a 3 ends a response, which leaves 121 responses of 1 to 4 tokens, the stop
+token included.
 
-    tokens          0     y1 3  ·  ·       index as above, as if 0s stood at the dots
+    tokens          0     y1 3  ·  ·       index as above, with 0 for each dot
 
-Models, rollouts and rewards are those of any other run; sums over all responses are
-float64 NumPy.
+Models, rollouts and rewards are the library's; sums over all responses are float64
+NumPy.
 """
 
 from __future__ import annotations
@@ -46,16 +48,16 @@ Params = Any
 
 VOCABULARY = 4
 LENGTH = 4  # response columns
-STOPS = (3,)  # ends a response, where one does; () is no token
+STOPS = (3,)  # the stop ids of worlds whose responses end early; others have ()
 PROMPT = 1  # prompt columns
 RESPONSES = np.array([*itertools.product(range(VOCABULARY), repeat=LENGTH)], np.int32)
 NUM_RESPONSES = len(RESPONSES)
-SMALLEST_BETA = 0.1  # of the certificates, where the optimum is farthest
-FRONTIER_BETAS = (0.01, 100.0)  # from where to where the exact frontier is drawn
+SMALLEST_BETA = 0.1  # of the certificates; the optimum is farthest there
+FRONTIER_BETAS = (0.01, 100.0)  # smallest and largest β of the exact frontier
 
 
 def model(*, hidden_size: int) -> ModelConfig:
-    """One layer of GPT-2, with rows of padding in its vocabulary as any model has."""
+    """A GPT-2 of one layer, with a padded vocabulary like any other model."""
     shape = config.gpt2(
         vocab_size=VOCABULARY,
         hidden_size=hidden_size,
@@ -67,7 +69,7 @@ def model(*, hidden_size: int) -> ModelConfig:
 
 
 def init(key: Array, *, model: ModelConfig, scale: float = 0.12) -> Params:
-    """A decoder whose leaves all hold noise, so that no two words are as likely."""
+    """A decoder with noise on every leaf, so that no two tokens are equally likely."""
     init_key, noise_key = jax.random.split(key)
     params = decoder.init(init_key, model=model)
     leaves, structure = jax.tree.flatten(params)
@@ -82,7 +84,7 @@ def init(key: Array, *, model: ModelConfig, scale: float = 0.12) -> Params:
 
 
 def prompts(rows: int) -> batch.Prompts:
-    """The one prompt, `rows` times; each row draws another sample of it."""
+    """The prompt `rows` times; each row has its own sample number."""
     return batch.Prompts(
         tokens=jnp.zeros((rows, PROMPT), jnp.int32),
         mask=jnp.ones((rows, PROMPT), bool),
@@ -92,7 +94,7 @@ def prompts(rows: int) -> batch.Prompts:
 
 
 def every_tokens(stop_ids: tuple[int, ...] = ()) -> Array:
-    """i32[N, 5]: prompt and response of each response, 0 behind its end."""
+    """i32[N, 5]: the prompt and each response, then 0."""
     tokens, _ = _responses(stop_ids)
     return jnp.pad(jnp.asarray(tokens), ((0, 0), (PROMPT, 0)))
 
@@ -104,9 +106,9 @@ def every_mask(stop_ids: tuple[int, ...] = ()) -> Array:
 
 
 def _responses(stop_ids: tuple[int, ...]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """i32[N, 4] tokens and bool[N, 4] where they are a response's, each response once.
+    """i32[N, 4] tokens and bool[N, 4] mask of every response.
 
-    N is 256 where nothing ends a response, 121 with `STOPS`.
+    N is 256 without stop ids and 121 with `STOPS`.
     """
     stopped = np.cumsum(np.isin(RESPONSES, stop_ids), axis=1)
     mask = np.pad(stopped[:, :-1], ((0, 0), (1, 0))) == 0
@@ -122,7 +124,7 @@ def every_response(
     temperature: float,
     stop_ids: tuple[int, ...] = (),
 ) -> batch.Rollout:
-    """Each response once, by its index, as if the policy had sampled it."""
+    """Each response once, ordered by index, as if the policy had sampled it."""
     tokens, mask = every_tokens(stop_ids), every_mask(stop_ids)
     rows = len(tokens)
     old_logprobs, entropy = policy.logprobs_and_entropy(
@@ -151,7 +153,7 @@ def log_probabilities(
     temperature: float,
     stop_ids: tuple[int, ...] = (),
 ) -> Array:
-    """f32[N]: log π(y) of every response, nats; differentiable."""
+    """f32[N]: log π(y) of every response, nats; differentiable in `params`."""
     rollout = every_response(
         params, model=model, temperature=temperature, stop_ids=stop_ids
     )
@@ -159,13 +161,13 @@ def log_probabilities(
 
 
 def index_of(tokens: Array) -> Array:
-    """i32[B]: which of the responses each row of i32[B, 5] holds."""
+    """i32[B]: the index of the response in each row of i32[B, 5]."""
     place = VOCABULARY ** np.arange(LENGTH - 1, -1, -1, dtype=np.int32)
     return (tokens[:, PROMPT:] * place[None, :]).sum(axis=1)
 
 
 def reward_of(table: Array) -> jax.tree_util.Partial:
-    """The reward as `reward(rollout)`; its f32[256] is an argument of the program."""
+    """The reward as `reward(rollout)`; jit traces its table, f32[256]."""
     return jax.tree_util.Partial(_look_up, table)
 
 
@@ -175,11 +177,11 @@ def _look_up(table: Array, rollout: batch.Rollout) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """A reference and rewards; everything about their optimum follows."""
+    """A reference and rewards, which determine the optimum of every β."""
 
-    start: Params  # of the reference, and where the policy starts
+    start: Params  # parameters of the reference and of the initial policy
     reference: Frozen
-    rewards: Float64  # [256], reward units, to the bit the float32 of training
+    rewards: Float64  # [256], reward units, exactly the float32 values of training
     log_ref: Float64  # [256], log π_ref(y), nats
 
     def optimum(self, beta: float) -> Optimum:
@@ -193,7 +195,7 @@ class World:
 
     @functools.cached_property
     def frontier(self) -> Frontier:
-        """(KL*, r*) of the optima from the largest β down to the smallest, 4000."""
+        """(KL*, r*) of 4000 optima, from the largest β down to the smallest."""
         low, high = FRONTIER_BETAS
         optima = [
             self.optimum(beta).log_policy for beta in np.geomspace(high, low, 4000)
@@ -204,10 +206,10 @@ class World:
         )
 
     def below_frontier(self, log_policy: Float64) -> float:
-        """r*(KL) - E_π[r] at the KL of π: the reward it leaves at its distance.
+        """r*(KL) - E_π[r] at the KL of π, reward units: the reward that π forgoes.
 
-        Reward units. Never negative; the tangent of the frontier at the optimum of any
-        β bounds it by β·KL(π ‖ π*).
+        Never negative. For every β it is at most β·KL(π ‖ π*), by the tangent of the
+        frontier at that optimum.
         """
         kl = divergence(log_policy, self.log_ref)
         best = np.interp(kl, self.frontier.kl, self.frontier.reward)
@@ -217,13 +219,13 @@ class World:
 def draw(
     seed: int, *, model: ModelConfig, distance: float, temperature: float = 1.0
 ) -> World:
-    """A random reference, and random rewards of a spread that is asked for.
+    """Draws a random reference and random rewards of a given scale.
 
     Args:
-      seed: of both.
-      distance: KL(π_ref ‖ π*) at `SMALLEST_BETA`, nats; the rewards are normal
-        numbers scaled to it.
-      temperature: of the policies that are to be known.
+      seed: seed of both.
+      distance: KL(π_ref ‖ π*) at `SMALLEST_BETA`, nats; it sets the scale of the
+        rewards, which are normal.
+      temperature: temperature of the policies.
 
     Raises:
       InputError: distance is not positive.
@@ -248,7 +250,7 @@ def draw(
 
 
 def known(params: Params, *, model: ModelConfig, temperature: float) -> Float64:
-    """f64[256]: log π(y), for the sums below; float32 until here."""
+    """f64[256]: log π(y), nats, computed in float32."""
     log_policy = _log_probabilities(params, model=model, temperature=temperature)
     return np.asarray(log_policy, np.float64)
 
@@ -292,7 +294,7 @@ def run_kl(
     temperature: float,
     further: References | None = None,
 ) -> float:
-    """E_π[Σ_t kl_t], nats, the kl_t that a run would take off the reward."""
+    """E_π[Σ_t kl_t], nats, with the kl_t that a run subtracts from the reward."""
     logprobs, kl = _run_kl(
         params, reference, model=model, temperature=temperature, further=further
     )

@@ -1,4 +1,4 @@
-"""The optimum of expected reward less β·KL over responses that are all known."""
+"""The exact optimum of E[r] - β·KL over enumerated responses."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Float64 = npt.NDArray[np.float64]
 
 
 class Optimum(NamedTuple):
-    """The best there is at one β."""
+    """The optimal policy at one β."""
 
     log_policy: Float64  # [256], log π*(y), nats
     value: float  # J(π*) = β log E_ref[exp(r/β)], reward units
 
 
 class Frontier(NamedTuple):
-    """What reward can be had at what KL; no policy lies above it."""
+    """The largest expected reward at each KL; no policy lies above it."""
 
     kl: Float64  # [N], KL(π* ‖ π_ref), nats, rising as β falls
     reward: Float64  # [N], E_π*[r], reward units, rising and concave in kl

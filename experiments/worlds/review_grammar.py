@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 Words = tuple[str, ...]
-Options = list[tuple[float, Words]]  # (weight, what the symbol becomes)
+Options = list[tuple[float, Words]]  # (weight, expansion of the symbol)
 Grammar = dict[str, Options]  # symbols are upper case, words are lower case
-# Opinion words by grade: how much they say for the product.
+# Opinion words by grade: how favourable they are.
 ADJECTIVES = {
     2: "amazing brilliant excellent fantastic outstanding perfect superb wonderful",
     1: "decent elegant fine good handy impressive nice pleasant practical solid sturdy",
@@ -67,7 +67,7 @@ REVIEWS: Options = [
 
 
 class Product(NamedTuple):
-    """What a prompt is about, and so what its response agrees with."""
+    """The product of a prompt; its responses agree with it in number."""
 
     noun: str
     plural: bool
@@ -96,7 +96,7 @@ def _opinions(lexicon: dict[int, str], sign: int) -> Options:
 
 @functools.cache
 def grammar_of(plural: bool) -> Grammar:
-    """The responses to prompts about one thing, or about several."""
+    """The grammar of responses to prompts about a singular or a plural product."""
     it, them, are, work = (
         ("they", "them", "are", "work") if plural else ("it", "it", "is", "works")
     )
@@ -144,7 +144,7 @@ def grammar_of(plural: bool) -> Grammar:
 
 
 def open_options(options: Options, words: Iterable[str]) -> Options:
-    """The options that repeat no opinion word of `words`; weights are probabilities."""
+    """Returns the options that repeat no opinion word of `words`, as probabilities."""
     taken = GRADES.keys() & words
     left = [(w, expansion) for w, expansion in options if taken.isdisjoint(expansion)]
     total = sum(weight for weight, _ in left)

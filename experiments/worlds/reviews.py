@@ -3,13 +3,13 @@
     prompt     review : the blue kettle from my aunt .
     response   i bought it last week . the lid is sturdy but it works poorly . <eos>
 
-The language is a probabilistic grammar, so fluency is exact: `parses` is membership
-and `logprob` the probability of a response. What a model has to learn, and what
-reward hacking breaks: pronoun, verb and noun agree with the prompt's product in number;
-"an" stands before a vowel; no opinion word comes twice. A response has 4 to 24 words,
-then <eos>.
+The language is a probabilistic grammar, so fluency is exact: `parses` decides whether a
+response belongs to it, and `logprob` is the response's log-probability. A model has to
+learn the following rules, which reward hacking breaks: pronoun, verb and noun agree in
+number with the prompt's product; "an" stands before a vowel; no opinion word comes
+twice. A response has 4 to 24 words, then <eos>.
 
-`gold` is the judge whom a reward model never sees: it only sees the labels of
+`gold` is the judge. A reward model never sees its scores, only the labels of
 `noisy_preferences`, which stand in for people.
 """
 
@@ -72,19 +72,19 @@ _ID_OF = {word: i for i, word in enumerate(VOCABULARY)}
 
 
 def encode(words: Iterable[str]) -> list[int]:
-    """Words to ids, the places in VOCABULARY; KeyError for a word it lacks."""
+    """Encodes words as indices into VOCABULARY; KeyError for an unknown word."""
     return [_ID_OF[word] for word in words]
 
 
 def decode(ids: Iterable[int]) -> Words:
-    """Ids to words; padding and <eos> stay."""
+    """Decodes ids to words, padding and <eos> included."""
     return tuple(VOCABULARY[i] for i in ids)
 
 
 def sample_reviews(
     seed: int, n: int, *, prompts: Sequence[Words] = TRAIN_PROMPTS
 ) -> list[tuple[Words, Words]]:
-    """`n` pairs (prompt, response with <eos>), prompts drawn evenly from `prompts`."""
+    """Draws `n` pairs (prompt, response with <eos>), prompts uniformly."""
     rng = random.Random(seed)
 
     def grow(symbol: str, grammar: Grammar, words: list[str]) -> None:
@@ -107,13 +107,13 @@ def sample_reviews(
 def logprob(prompt: Sequence[str], response: Sequence[str]) -> float:
     """log P(response | prompt) in nats under the grammar; -inf if it does not parse.
 
-    The inside algorithm. Its mean over `sample_reviews` is minus the entropy of the
-    language, the floor of a language model's loss.
+    Computed by the inside algorithm. The mean over `sample_reviews` is minus the
+    entropy of the language, which bounds a language model's loss from below.
     """
     return _logprob(tuple(prompt), tuple(response))
 
 
-@functools.lru_cache(maxsize=2**14)  # judge and grammar ask of the same responses
+@functools.lru_cache(maxsize=2**14)  # judge and evaluation parse the same responses
 def _logprob(prompt: Words, response: Words) -> float:
     product = _PRODUCT_OF.get(prompt)
     if product is None or not response or response[-1] != EOS:
@@ -144,29 +144,29 @@ def _logprob(prompt: Words, response: Words) -> float:
 
 
 def parses(prompt: Sequence[str], response: Sequence[str]) -> bool:
-    """Whether the grammar can answer `prompt` with `response`, <eos> included."""
+    """Whether the grammar generates `response` to `prompt`, <eos> included."""
     return logprob(prompt, response) > -math.inf
 
 
 def gold(response: Sequence[str]) -> float:
     """2 tanh(Σ grade / 4) - ½((n - 12) / 6)², in gold units.
 
-    Σ runs over the distinct words, so that repetition does not pay; n counts the words
-    before <eos>.
+    Σ runs over the distinct words, so that repetition is not rewarded; n counts the
+    words before <eos>.
     """
     words = [word for word in response if word != EOS]
     opinion = sum(GRADES.get(word, 0) for word in set(words))
     return 2 * math.tanh(opinion / 4) - 0.5 * ((len(words) - 12) / 6) ** 2
 
 
-UNREADABLE = -2.0  # gold units: of the worst opinion, at the best length
+UNREADABLE = -2.0  # gold units, the lowest opinion at the best length
 
 
 def careful_gold(prompt: Sequence[str], response: Sequence[str]) -> float:
-    """`gold` of a response that parses, UNREADABLE of any other; gold units.
+    """`gold` of a response that parses and UNREADABLE otherwise, gold units.
 
-    `gold` reads words alone, so that a heap of praise pleases it. This judge reads
-    sentences: what does not answer the prompt in the language has said nothing.
+    `gold` counts words, so a list of praise scores high. This judge also requires a
+    response to the prompt in the language.
     """
     return gold(response) if parses(prompt, response) else UNREADABLE
 
@@ -181,8 +181,8 @@ def noisy_preferences(
 
     Args:
       gold_a, gold_b: float[N], gold units.
-      noise: > 0, gold units; the labels follow gold as it goes to 0.
+      noise: > 0, gold units; in the limit 0 the labels follow gold.
     """
-    # The logistic function by way of tanh, which does not overflow.
+    # The logistic function, written with tanh, which does not overflow.
     probability = 0.5 * (1 + np.tanh((gold_a - gold_b) / (2 * noise)))
     return rng.random(probability.shape) < probability

@@ -1,1 +1,1 @@
-"""What a user runs."""
+"""The commands of the library."""

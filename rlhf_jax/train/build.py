@@ -1,9 +1,9 @@
-"""Config -> every model of a run: a pure function of what `load` returns.
+"""Builds every model of a run from its config, as a pure function of checkpoints.
 
     build(config, start, meshes=...)                   the trainer, on its devices
-    jax.eval_shape(build of `shapes.load`)             memory check and plan, of shapes
+    jax.eval_shape(build with `shapes.load`)           memory check and plan, as shapes
 
-Nobody mirrors it: what a run holds is what this makes.
+It is the only description of a run's models.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 Array = jax.Array
 Params = Any
-ADAPTERS = 2**32 - 1  # folded into the root key where a step is, which none reaches
+ADAPTERS = 2**32 - 1  # folded into the root key in place of a step; no run is so long
 
 
 class Load(NamedTuple):
@@ -47,21 +47,21 @@ class Load(NamedTuple):
 
 
 class Meshes(NamedTuple):
-    """The devices of each role that has programs."""
+    """The mesh of each role that runs programs of its own."""
 
     policy: Mesh
-    sampler: Mesh  # the policy's own where it samples there
+    sampler: Mesh  # the policy's own object where responses are sampled there
     critic: Mesh
 
     @classmethod
     def of(cls, config: PolicyGradientConfig) -> Meshes:
-        """The meshes of a config."""
+        """Returns the meshes of a config."""
         policy = config.policy_mesh()
         sampler = config.placement.sampler.mesh_beside(policy)
         apart = policy
         if config.critic is not None:
             apart = config.critic_place.mesh_beside(policy)
-        assert sampler is not None  # the host is for frozen models
+        assert sampler is not None  # only frozen models can be on the host
         assert apart is not None
         return cls(policy, sampler, apart)
 
@@ -70,12 +70,12 @@ class Meshes(NamedTuple):
 class Models:
     """Every model of a run."""
 
-    train: TrainState  # without a critic where the critic is apart
-    critic: SupervisedState | None  # a critic that is apart
-    base: Frozen | None  # that adapters adapt
+    train: TrainState  # includes the critic unless it has devices of its own
+    critic: SupervisedState | None  # a critic on devices of its own
+    base: Frozen | None  # the base model under LoRA adapters
     reference: Frozen | None
-    head: Frozen | None  # of the reference, where the loss reads its hidden states
-    further: dict[str, Frozen]  # references beside the first, by name
+    head: Frozen | None  # the reference's, if the loss reads its hidden states
+    further: dict[str, Frozen]  # the references after the first, by name
     rewards: tuple[Frozen, ...]  # in the order of `config.rewards.models`
     recipe: PolicyGradient = flax.struct.field(pytree_node=False)
     reward_shapes: tuple[ModelConfig, ...] = flax.struct.field(pytree_node=False)
@@ -87,12 +87,12 @@ class Models:
 
     @property
     def adapters_are_the_reference(self) -> bool:
-        """The reference is adapters over the base, as it is to be reset."""
+        """Whether the reference is a copy of the adapters, because it moves."""
         return self.base is not None and self.recipe.lifecycle.moves
 
     @property
     def beside(self) -> dict[str, Frozen]:
-        """Frozen models that no lifecycle moves, by their names in snapshots."""
+        """The frozen models that no lifecycle moves, by their names in snapshots."""
         names = [f"reward_{i}" for i in range(len(self.rewards))]
         if len(names) == 1:
             names = ["reward"]
@@ -111,11 +111,11 @@ def build(
     meshes: Meshes,
     load: Load | None = None,
 ) -> Models:
-    """Policy and critic to train, reference and reward models frozen.
+    """Builds the trained policy and critic, and the frozen reference and reward models.
 
     Args:
-      start: the checkpoint of --model, whose parameters become the policy's.
-      load: how other checkpoints are read; None reads their files.
+      start: the checkpoint of --model; its parameters become the policy's.
+      load: reads the other checkpoints; None reads their files.
     """
     load = Load() if load is None else load
     mesh, model, lora = meshes.policy, start.model, config.start.lora
@@ -137,10 +137,10 @@ def build(
     base, trained = None, start.params
     keys = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), ADAPTERS))
     if lora is not None:
-        # With LoRA the policy's own weights are the frozen base, and mostly the
-        # reference too: they are held once, however stored.
+        # With LoRA the policy's weights are the frozen base and usually the reference
+        # too: one copy serves both.
         base = config.reference.reference_storage.freeze(start.params)
-        # On the mesh, as a reference that moves is a copy of them, beside the base.
+        # On the mesh: a reference that moves is a copy of the adapters there.
         trained = sharding.place(init(keys[0], model=model, lora=lora), mesh=mesh)
     critic_model, valued = model, None
     if config.critic is not None:
@@ -182,7 +182,7 @@ def build(
     kl = config.kl.kl_control.controller(config.kl_coef, num_steps=config.num_steps)
     entropy_coef = None if recipe.entropy_control is None else recipe.entropy_coef
     apart, critic_state = config.critic is not None and config.critic_place.apart, None
-    # The policy's state has no critic in it where that is on other devices.
+    # A critic on other devices is not part of the policy's state.
     if valued is None or apart:
         train = state.grpo_state(
             policy=trained,
@@ -204,11 +204,11 @@ def build(
         critic_state = state.supervised_state(
             moved, optimizer=config.optimizers()["critic_optimizer"]
         )
-        # The optimizer's scalars too: a count on another device would compile
-        # everything again after the first step.
+        # Includes the optimizer's scalars: a count on another device would recompile
+        # everything after the first step.
         critic_state = sharding.place(critic_state, mesh=meshes.critic)
-    # All of it, as what comes back from a frozen model is on the mesh: a state that is
-    # not would be after its first step, and `jit` would compile everything again.
+    # All leaves: the outputs of the first step are on the mesh, and inputs that are not
+    # would make `jit` compile everything twice.
     train = sharding.place(train, mesh=mesh)
     return Models(
         train=train,
@@ -233,7 +233,7 @@ def _critic(
     load: Load,
     key: Array,
 ) -> tuple[ModelConfig, Params]:
-    """The critic's shape and its parameters before the first update."""
+    """Returns the critic's model config and initial parameters."""
     model, lora = start.model, config.start.lora
     over = functools.partial(sharding.shardings, mesh=meshes.critic)
     if getattr(config.method, "shared_trunk", False):
@@ -246,7 +246,7 @@ def _critic(
             trunk = sharding.place(trunk, mesh=meshes.critic)
         return model, critic.from_policy(trunk, model=model)
     if options.start == REWARD_MODEL:
-        # Read again: what is frozen may be rounded, or be on the host.
+        # Read again: the frozen copy may be rounded or on the host.
         [name], [scorer] = config.rewards.models, reward_models
         return scorer.model, load.reward(name, dtype="float32", sharding=over)[1]
     return frozen_models.load_critic(
@@ -262,13 +262,12 @@ def _reference(
     load: Load,
     **on_mesh: Any,
 ) -> Frozen | None:
-    """The reference: a copy of the start, a checkpoint, or the base under adapters."""
+    """Returns a copy of the initial policy, a checkpoint, or the base under LoRA."""
     chosen = config.reference
     if not chosen.has_reference:
         return None
     if base is not None and chosen.checkpoint is None:
-        # A reset copies adapters: the reference has to be of their structure from the
-        # start.
+        # A reset copies the adapters, so the reference has their tree structure.
         return frozen.freeze(trained) if chosen.lifecycle.moves else base
     reference = frozen_models.load_reference(
         chosen.checkpoint,

@@ -1,4 +1,4 @@
-"""A policy gradient as a command: its screen of options, and the options of others."""
+"""Command lines of trainers: the options of --help, and old names of options."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ RENAMED = {
     "--alarms.held-out-perplexity": "--alarms.text-perplexity",
     "--alarms.out-of-domain-perplexity": "--alarms.text-perplexity",
 }
-"""Options of earlier versions and of other programs, and what to write here."""
+"""{option of an earlier version or another program: what to write instead}."""
 
 
 OF_SUPERVISED = {
@@ -87,7 +87,7 @@ OF_SUPERVISED = {
     "--temperature": "--normalise samples,temperature=T",
     "--demonstrations": "--normalise demonstrations,source=FILE",
 }
-"""The same of supervised commands."""
+"""As `RENAMED`, for supervised commands."""
 
 
 def run(
@@ -98,15 +98,15 @@ def run(
     first: Sequence[str] = (),
     presets: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
-    """`rlhf-jax NAME`: from a command line to a run of a policy gradient.
+    """`rlhf-jax NAME`: runs a policy gradient from a command line.
 
     Args:
-      first: options of the method that --help shows.
+      first: options of the method to show in --help.
       presets: {name: {group: its value}}, for --preset.
     """
 
     def main(config: PolicyGradientConfig) -> None:
-        from rlhf_jax.train import trainer  # what a command line alone does not need
+        from rlhf_jax.train import trainer  # not needed to parse a command line
 
         trainer.main(config)
 
@@ -145,12 +145,13 @@ def supervised(
     training: Sequence[str] = (),
     presets: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
-    """`rlhf-jax NAME`: as `run`, of a supervised run.
+    """`rlhf-jax NAME`: runs a supervised command from a command line.
 
     Args:
       main: runs the command with its config.
-      first: options of the data that --help shows.
-      start, training: further options that --help shows.
+      first: options of the data to show in --help.
+      start, training: further options to show in --help.
+      presets: as in `run`.
     """
     command_line.main(
         main,

@@ -1,4 +1,4 @@
-"""What a run says at its end: frozen models that stood still, tables, the summary."""
+"""The end of a run: verify the frozen models, print tables, make the summary."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MEASURED = {
     "response/eos_fraction": "ended (share of responses)",
     "response/distinct_fraction": "distinct (share of responses)",
 }
-SUMMARISED = {  # as NAME_first and NAME_last
+SUMMARISED = {  # in the summary as NAME_first and NAME_last
     "score": "objective/scores",
     "kl": "objective/kl",
     "divergence": "loss/divergence",
@@ -36,7 +36,7 @@ SUMMARISED = {  # as NAME_first and NAME_last
 
 
 def verify(models: Models, reference: Any) -> None:
-    """Computes the digests of every frozen model again.
+    """Recomputes the digests of every frozen model and compares them.
 
     Raises:
       ReferenceMovedError: names the model and every leaf that moved.
@@ -56,10 +56,10 @@ def conclude(
     reference: Any,
     text_stats: Stats,
 ) -> dict[str, Any]:
-    """Tables, plots, and the summary of what was measured."""
+    """Prints tables, draws plots, and returns the summary of the measurements."""
     measured = metrics.read(job.folder / "metrics.jsonl")
     first = measured[0]
-    last = functools.reduce(dict.__or__, measured)  # not every step takes the KL
+    last = functools.reduce(dict.__or__, measured)  # not every step measures the KL
     report.table(
         "Responses to the prompts",
         ("", "first iteration", "last measured"),
@@ -91,7 +91,7 @@ def conclude(
             name: frozen.fingerprint_of(model).root
             for name, model in models.further.items()
         }
-    if reference is not None and reference.model is None:  # leaf by leaf
+    if reference is not None and reference.model is None:  # of the policy's shape
         moved = processes.whole(programs.drift(trained, reference))
         drift_report.table(moved)
         drift_report.plots(job.folder, moved)

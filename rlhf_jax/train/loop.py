@@ -1,11 +1,11 @@
 """The loop of every policy gradient: draw -> score -> learn -> watch.
 
     draw    the next responses, now or from the queue of a stale sampler
-    score   reference, critic and rewards, side by side
+    score   reference, critic and rewards, at the same time
     learn   one program: experience, epochs, minibatches
-    watch   what is measured and not trained on
+    watch   what is measured but not trained on
 
-Nothing here knows which method it runs.
+The loop does not know which method it runs.
 """
 
 from __future__ import annotations
@@ -43,42 +43,41 @@ if TYPE_CHECKING:
 
 Array = jax.Array
 Params = Any
-# A rollout, and what processes or an environment computed of its scores, or will.
+# A rollout, and the scores from processes or an environment, or a wait for them.
 Drawn = tuple[Rollout, Early | Callable[[], Early]]
-TOTAL = ""  # of early scores: the whole list's, where a draw needed it
+TOTAL = ""  # key of early scores: the total, where it was needed before the update
 
 
 class Begun(NamedTuple):
-    """What the rehearsal made of a step: the loop does not make it again."""
+    """Results of the rehearsal for a step, which the loop reuses."""
 
     rollout: Rollout
-    early: Early  # of processes, which have computed it
+    early: Early  # scores from processes or an environment
     scores: Array | Scores | None
     read: Read | None  # None where it is not kept
 
 
 class Loop(NamedTuple):
-    """What an iteration takes, beside the state that it changes."""
+    """Inputs of an iteration other than the training state."""
 
     config: PolicyGradientConfig
     programs: Programs
     sampler: Sampler | OutsideSampler
-    episodes: EpisodeSampler | None  # in an environment, in the sampler's place
+    episodes: EpisodeSampler | None  # replaces the sampler in an environment
     rewards: RewardList
     prompts: Batches[Prompts]
     ptx: Batches[Sequences] | None
     watcher: Watcher
     root_key: Array
-    begun: dict[int, Begun]  # by step; the loop takes out what it uses
-    # What a teacher reads in place of the prompts, by row; None is the same.
+    begun: dict[int, Begun]  # by step; entries are removed when they are used
+    # Prompts of a teacher, by row of the data; None: it reads the policy's prompts.
     of_teacher: TeacherPrompts | None = None
-    # The same by the scores of a batch, of a teacher that reads its responses.
+    # Makes the prompts of a teacher that reads scored responses of the batch.
     reprompt: Callable[[Rollout, Scores], TeacherPrompts] | None = None
 
     def key(self, step: int) -> Array:
-        """The key of a step, from which everything random in it comes."""
-        # A function of the step alone: a resumed run needs no stored key, and step 7
-        # draws the same whatever came before.
+        """Returns the key of a step, from which all its random numbers are drawn."""
+        # A function of the step alone, so that a resumed run needs no stored key.
         return jax.random.fold_in(self.root_key, step)
 
     def draw(
@@ -90,11 +89,11 @@ class Loop(NamedTuple):
         version: Array,
         handed: bool = False,
     ) -> Drawn:
-        """Responses to prompts, and the scores that processes have begun to compute.
+        """Draws responses to prompts, and starts scoring them in processes.
 
         Args:
-          key: of the step that is to learn from them.
-          handed: the policy comes from the sampler's `hand_over`.
+          key: the key of the step that will learn from them.
+          handed: whether `policy` was returned by the sampler's `hand_over`.
         """
         of_step: dict[str, Any] = {"prompts": prompts, "key": key, "version": version}
         if self.episodes is not None:
@@ -107,30 +106,30 @@ class Loop(NamedTuple):
     def draw_there(
         self, policy: Params, *, prompts: Prompts, key: Array, version: Array
     ) -> tuple[Any, Early]:
-        """Responses as the sampler has them, which nobody has begun to score."""
+        """Draws responses on the sampler's devices, without scoring them."""
         of_step: dict[str, Any] = {"prompts": prompts, "key": key, "version": version}
         return self.sampler.draw_there(policy, **of_step), {}
 
     def arrive(self, drawn: Any) -> Drawn:
-        """The same on the policy's devices, and the scores as `draw` begins them."""
+        """Moves a rollout to the policy's devices and starts scoring it, as `draw`."""
         rollout = self.sampler.bring_home(drawn)
         return rollout, self.rewards.begin(self.shown(rollout))
 
     def shown(self, rollout: Rollout) -> Rollout:
-        """What the reward sees of a rollout."""
+        """Returns the rollout as the reward sees it."""
         return seen_by_reward(rollout, recipe=self.programs.recipe)
 
     def scores(
         self, rollout: Rollout, early: Early | Callable[[], Early]
     ) -> Array | Scores | None:
-        """The scores of a rollout, once all rewards have them."""
+        """Returns the scores of a rollout, once every reward has computed them."""
         early = early() if callable(early) else early
         if TOTAL in early:
             return early[TOTAL]
         return self.rewards.finish(self.shown(rollout), early)
 
     def scored(self, rollout: Rollout, early: Early | Callable[[], Early]) -> Scores:
-        """The same of a run that has a reward, as one record."""
+        """Returns the scores as one record, in a run that has a reward."""
         scores = self.scores(rollout, early)
         assert scores is not None
         return scores_of(scores)
@@ -138,9 +137,9 @@ class Loop(NamedTuple):
     def taught(
         self, rollout: Rollout, early: Early | Callable[[], Early]
     ) -> tuple[TeacherPrompts | None, Early | Callable[[], Early]]:
-        """What the teacher reads of a rollout, and its scores as far as they are known.
+        """Returns the teacher's prompts for a rollout, and the scores known so far.
 
-        A teacher that reads its responses waits for all scores.
+        Waits for all scores if the teacher reads responses of the batch.
         """
         if self.reprompt is None:
             return self.of_teacher, early
@@ -150,10 +149,9 @@ class Loop(NamedTuple):
 
     @property
     def values_first(self) -> bool:
-        """The critic runs beside the reward, and not in one program with the update."""
+        """Whether the critic runs before the update's program, during the rewards."""
         apart = self.config.critic is not None and self.config.critic_place.apart
-        # A reward in JAX is in one stream with the critic: there is no host time to
-        # fill.
+        # Rewards in JAX leave no host time during which the critic could run.
         return self.rewards.on_host or apart
 
 
@@ -164,13 +162,13 @@ def improve(
     queue: RolloutQueue | None,
     base: Frozen | None,
 ) -> None:
-    """Maximises the rewards less β · KL, step by step; the stage has what it made.
+    """Maximises the rewards less β · KL, step by step; the stage holds the state.
 
     Args:
-      stage: whose state begins with `train`, `root_key` and, where there are some,
+      stage: its state begins with `train`, `root_key` and, if the run has them,
         `critic` and `reference`.
-      queue: of a sampler that is behind; None draws in the step itself.
-      base: the reference where it is the base under adapters, which no state holds.
+      queue: rollouts of a sampler that is behind; None draws in the step itself.
+      base: a reference that is the base under adapters, which the state omits.
     """
     config, programs, state = loop.config, loop.programs, stage.state
     train, critic = state["train"], state.get("critic")
@@ -182,14 +180,14 @@ def improve(
         stage.state |= queue.begin(
             state, start=stage.start, policy=train.policy, version=train.step
         )
-    if stage.start:  # what was begun is of another policy
+    if stage.start:  # the rehearsal drew from another policy
         loop.begun.clear()
     for step in stage.steps():
         key, stats = loop.key(step), {}
-        # Taken out: its arrays are freed with this step.
+        # Removed, so that its arrays are freed with this step.
         begun = loop.begun.pop(step, None)
         if config.mixes_reference:
-            assert isinstance(loop.sampler, Sampler)  # as the capability table has it
+            assert isinstance(loop.sampler, Sampler)  # by the capability table
             assert reference is not None
             loop.sampler.follow(reference)
         with stage.user_code():
@@ -206,8 +204,7 @@ def improve(
             else:
                 rollout, early = queue.take()
         if queue is not None:
-            # Before `learn`, which donates the policy: the queue has taken what it
-            # needs of it.
+            # Before `learn`, which donates the policy: the queue copies what it needs.
             stage.state |= queue.submit(
                 step + config.staleness, train.policy, version=train.step
             )
@@ -219,10 +216,10 @@ def improve(
                 rollout, early, redrawn = fill(loop, rollout, early, train, step=step)
             stats |= redrawn
         if begun is not None and begun.rollout is not rollout:
-            begun = None  # some of it was drawn again
+            begun = None  # some groups were drawn again
         with stage.user_code():
             of_teacher, early = loop.taught(rollout, early)
-        # Decided on the host: a step without a KL runs no reference at all.
+        # Decided on the host: the reference does not run in a step without a KL.
         taken = reference if moves.takes_kl(step) else None
         if begun is not None and begun.read is not None and taken is reference:
             read = begun.read
@@ -237,7 +234,7 @@ def improve(
                 of_teacher=of_teacher,
             )
         with stage.user_code():
-            if begun is None or config.sampler.max_redraws:  # which has scored them
+            if begun is None or config.sampler.max_redraws:  # `fill` has scored them
                 scores = loop.scores(rollout, early)
             else:
                 scores = begun.scores
@@ -250,16 +247,16 @@ def improve(
             train.policy, reference, loop.shown(rollout), step=step
         )
         ptx = None if loop.ptx is None else loop.ptx[step]
-        # Dispatched, not awaited: what follows on the host overlaps with it. `train` is
-        # donated, and the name is bound to the new state at once.
+        # Dispatched, not awaited: the host's work below overlaps with it. The old
+        # `train` is donated, so the name is bound to the new state at once.
         train, critic, learned, scored = programs.learn(
             train, critic, LearnInputs(rollout, scores, taken, read, key, ptx)
         )
-        # Here, not at the end: a stop between would save donated arrays.
+        # Here, not at the end: a stop in between would save donated arrays.
         stage.state["train"] = train
         if critic is not None:
             stage.state["critic"] = critic
-        # Weights are compared after the update, unlike what describes the rollout.
+        # The weight drift is that of the updated policy.
         if reference is not None and step % config.watch.drift_every == 0:
             stats |= loop.watcher.drift(train.policy, reference)
         samples = loop.watcher.samples(
@@ -276,8 +273,8 @@ def improve(
         if samples and read.reference is not None:
             positions = programs.positions(scored)
         if reference is not None and moves.moves:
-            # After the update, by the policy it made; the next step's KL is to this
-            # one.
+            # After the update, from the new policy; the next step's KL is to the moved
+            # reference.
             reference = lifecycle.after_step(
                 reference,
                 programs.brought(reference, train.policy, due=moves.due(step)),
@@ -298,7 +295,7 @@ def improve(
 def waits_of(
     queue: RolloutQueue | None, outside: OutsideSampler | None
 ) -> dict[str, float] | None:
-    """Seconds of this step for timings.jsonl; None where nobody waits."""
+    """Returns seconds of waiting in this step for timings.jsonl, or None."""
     if queue is None and outside is None:
         return None
     waits = {} if queue is None else queue.waits.read()
@@ -309,7 +306,7 @@ def waits_of(
 def _refilled(
     batch: tuple[Rollout, Scores], drawn: tuple[Rollout, Scores], *, group_size: int
 ) -> tuple[Rollout, Scores]:
-    # Groups that teach nothing are drawn again by few runs.
+    # Imported here because few runs draw groups again.
     from rlhf_jax.algorithms.flow import selection
 
     return selection.refilled(batch, drawn, group_size=group_size)
@@ -323,18 +320,18 @@ def fill(
     *,
     step: int,
 ) -> tuple[Rollout, Early, Stats]:
-    """A rollout whose groups of equal scores are replaced, as far as the limit allows.
+    """Replaces groups of equal scores by groups of new draws, up to --max-redraws.
 
     Draw d of a step takes the prompts and the key of step `step + d * num_steps`, which
-    no other draw takes: the run stays a function of its seed, and resumes to the bit.
+    no other draw takes. So the run is a function of its seed, and resumes to the bit.
 
     Args:
-      rollout, early: of the step's own prompts and key.
+      rollout, early: drawn from the step's own prompts and key.
 
     Returns:
       The rollout, its scores and {name: (sum, weight)}: `group/redraws`, batches drawn
       again, and `group/drawn_equal_fraction`, the share of groups of equal scores in
-      all that was drawn.
+      all draws.
 
     Raises:
       StopError: after the last draw every group of the batch has equal scores.
@@ -342,11 +339,11 @@ def fill(
     config, size = loop.config, loop.programs.recipe.rows_per_prompt
     batch = rollout, loop.scored(rollout, early)
     equal = _equal(batch[1], size)
-    # The host decides, as the number of draws is not known to any program.
+    # Decided on the host: compiled programs cannot know the number of draws.
     of_draws, draws = [equal], 0
     while equal.any() and draws < config.sampler.max_redraws:
         draws += 1
-        # Steps beyond the run's own: keys and prompts that no step of it will use.
+        # A step after the end of the run, whose key and prompts no other step uses.
         other = step + draws * config.num_steps
         again, begun = loop.draw(
             train.policy,
@@ -357,7 +354,7 @@ def fill(
         drawn = again, loop.scored(again, begun)
         of_draws.append(_equal(drawn[1], size))
         filled = _refilled(batch, drawn, group_size=size)
-        # On the devices of a rollout that was sampled, or `learn` would compile again.
+        # With the shardings of a sampled rollout, or `learn` would compile again.
         batch = jax.device_put(filled, jax.tree.map(lambda x: x.sharding, batch))
         equal = _equal(batch[1], size)
     if equal.all():
@@ -380,6 +377,6 @@ def fill(
 
 
 def _equal(scores: Scores, group_size: int) -> np.ndarray[Any, Any]:
-    """bool[B / G], on the host."""
+    """bool[B / G], on the host: whether all scores of a group are equal."""
     groups = processes.whole(scores.total).reshape(-1, group_size)
     return (groups == groups[:, :1]).all(axis=1)

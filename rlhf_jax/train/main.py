@@ -1,7 +1,7 @@
-"""The console script `rlhf-jax`: trainers, and what can be asked without one.
+"""The console script `rlhf-jax`: trainers, and commands that read their results.
 
-What a user got wrong is an `InputError`, wherever it is found: `main` prints it and
-ends with status 2. Docstrings of `train`, `sweeps` and `reports` do not list it.
+Every mistake of a user is an `InputError`: `main` prints it and ends with status 2.
+Docstrings of `train`, `sweeps` and `reports` do not list it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from rlhf_jax.functional.errors import InputError, StopError
 class Command(NamedTuple):
     """A row of the table of commands."""
 
-    path: str  # of a module of `rlhf_jax.train`, with a `command` of a command line
+    path: str  # module in `rlhf_jax.train` with a function `command(argv)`
     summary: str  # one line
 
     @property
     def module(self) -> str:
-        """The name of the module."""
+        """The full name of the module."""
         return f"rlhf_jax.train.{self.path}"
 
     def load(self) -> Any:
-        """The module, with its `command`; no other command is loaded."""
+        """Imports the module of this command, and no other."""
         return importlib.import_module(self.module)
 
 
@@ -65,7 +65,7 @@ COMPARE = {
         "evaluate", "A policy and its reference on held-out prompts, with intervals."
     ),
     "sweep": Command(
-        "sweep", "Many runs as one question: a grid, seeds, and claims answered."
+        "sweep", "A grid of options with several seeds, and claims that it tests."
     ),
     "report": Command(
         "report", "Runs on one page: curves, tokens by KL, and hacked rewards."
@@ -77,18 +77,18 @@ COMPARE = {
 ASK = {
     "plan": Command(
         "plan.command",
-        "Whether a run fits TPUs or GPUs that are not there, and how fast it is.",
+        "Whether a run fits TPUs or GPUs that are not here, and how fast it is.",
     ),
     "verify": Command(
         "queries.verify",
-        "Whether a run, sweep or model is as written, its reference unmoved.",
+        "Whether a run, sweep or model is as written, and its reference unmoved.",
     ),
     "audit": Command(
-        "queries.audit", "Which KL a loss of yours really penalises, by enumeration."
+        "queries.audit", "Which KL your own loss really penalises, by enumeration."
     ),
     "audit-verifier": Command(
         "queries.audit_verifier",
-        "Whether a reward of unit tests pays solutions, and no cheats.",
+        "Whether unit tests as a reward pay solutions and no cheats.",
     ),
     "kl": Command(
         "queries.token_kl", "The KL of a text between two models, token by token."
@@ -96,7 +96,7 @@ ASK = {
 }
 EXTEND = {
     "new": Command(
-        "new", "A package of yours: a method, a reward, an environment or a family."
+        "new", "Your own package: a method, a reward, an environment or a family."
     ),
 }
 COMMANDS = BEGIN | TRAINERS | COMPARE | ASK | EXTEND
@@ -104,7 +104,7 @@ COMPLETION = "--tyro-write-completion"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs one command: status 2 for what the user got wrong, 1 for a bad result."""
+    """Runs one command; status 2 is a mistake of the user, 1 a bad result."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())
@@ -134,13 +134,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def trainers() -> tuple[str, ...]:
-    """The names of all trainers, those of other packages last."""
+    """Returns the names of all trainers, those of other packages last."""
     others = entry_points.names("methods")
     return (*TRAINERS, *(name for name in others if name not in COMMANDS))
 
 
 def trainer(name: str) -> Any:
-    """The module of a trainer: `Config`, `command` and perhaps `PRESETS`."""
+    """Returns the module of a trainer: `Config`, `command` and perhaps `PRESETS`."""
     if name in TRAINERS:
         return TRAINERS[name].load()
     module = entry_points.load(name, group="methods", kind=ModuleType)
@@ -155,7 +155,7 @@ def trainer(name: str) -> Any:
 
 
 def write_completion(argv: Sequence[str]) -> None:
-    """`rlhf-jax --tyro-write-completion bash FILE`: for a shell; loads all commands."""
+    """`rlhf-jax --tyro-write-completion bash FILE`: writes completion for a shell."""
     from rlhf_jax.train.queries import completion
 
     options = {name: row.load().Config for name, row in (TRAINERS | COMPARE).items()}
@@ -164,7 +164,7 @@ def write_completion(argv: Sequence[str]) -> None:
 
 
 def usage() -> str:
-    """All commands, on one screen."""
+    """Returns the list of all commands, on one screen."""
     groups = {"Begin": BEGIN, "Train": TRAINERS, "Compare": COMPARE, "Ask": ASK}
     groups |= {"Extend": EXTEND}
     titled = {
@@ -172,7 +172,7 @@ def usage() -> str:
         for title, commands in groups.items()
     }
     titled["Of other packages"] = {
-        name: f"{about} (unread: ours has the name)" if name in COMMANDS else about
+        name: f"{about} (hidden by our command)" if name in COMMANDS else about
         for name, about in entry_points.described("methods").items()
     }
     lines = ["usage: rlhf-jax COMMAND [OPTIONS]; rlhf-jax COMMAND --help lists options"]

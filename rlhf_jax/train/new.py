@@ -1,6 +1,6 @@
-"""`rlhf-jax new KIND NAME`: a package of four files that adds a part to the library.
+"""`rlhf-jax new KIND NAME`: writes a package of four files that extends the library.
 
-The templates are packages themselves, in which NAME is `my_KIND`; their tests pass.
+The templates are working packages whose name is `my_KIND`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def write(kind: str, name: str, *, folder: Path) -> list[Path]:
         )
     if name in _taken(kind) or importlib.util.find_spec(name) is not None:
         raise InputError(
-            f"expected a name that is free, got {name!r}, which is that of a module or "
-            f"{kind} that is there already; choose another"
+            f"expected a name that is free, got {name!r}, the name of an existing "
+            f"module or {kind}; choose another"
         )
     target = folder / name
     try:
@@ -59,7 +59,7 @@ def write(kind: str, name: str, *, folder: Path) -> list[Path]:
 
 
 def command(argv: Sequence[str] | None = None) -> None:
-    """`rlhf-jax new`: from a command line to a package."""
+    """`rlhf-jax new`: writes a package from a command line."""
     parser = command_line.Arguments(
         prog="rlhf-jax new",
         description="A package of yours that adds a part to the library: its code, a "
@@ -75,7 +75,7 @@ def command(argv: Sequence[str] | None = None) -> None:
 
 
 def _taken(kind: str) -> Sequence[str]:
-    """Names of the library's own, which entry points cannot have."""
+    """Returns the library's own names of a kind, which entry points cannot take."""
     if kind == "method":
         from rlhf_jax.train.main import COMMANDS
 

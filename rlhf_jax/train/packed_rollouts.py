@@ -2,8 +2,8 @@
 
     rollout ──lengths, order──> host ──Packer──> learn(..., packing=)
 
-Lengths and the order of the minibatches are read off the devices where the reward's
-host work begins: two integers per response, and the order.
+The host waits for two integers per response and the order of the minibatches, just
+before it starts on the rewards.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Array = jax.Array
 
 
 class _Lengths:
-    """What the packers of a run share: its options and the lengths of a rollout."""
+    """What both packers share: the options, and the lengths of a rollout."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class _Lengths:
         """Compiles nothing yet.
 
         Args:
-          columns: S of the widest rollout; None is that of the first.
+          columns: S of the widest rollout; None takes that of the first one.
         """
         self._options, self._recipe, self._rows = options, recipe, rows
         self._devices = row_sharding.row_share(mesh).count
@@ -55,16 +55,16 @@ class _Lengths:
 
     @functools.cached_property
     def _spans(self) -> Callable[[Rollout], Array]:
-        # Here and below: `layouts` are loaded by the runs that pack.
+        # Imported here and below because only runs that pack need `layouts`.
         from rlhf_jax.data import layouts
 
         return jax.jit(sharding.on(self._mesh, layouts.spans))
 
     def _widths(self, columns: int, *, max_tokens: int | None = None) -> list[int]:
-        """Tokens that a packed row may have, the fewest first.
+        """Returns the widths that a packed row may have, tokens, in increasing order.
 
         Args:
-          max_tokens: that a wider row than padded ones may not exceed.
+          max_tokens: limit for rows that are wider than padded ones; None has no limit.
         """
         if self._options.width is not None:
             return [self._options.width]
@@ -77,10 +77,10 @@ class _Lengths:
 
 
 class RolloutPacker(_Lengths):
-    """Packs each rollout of a run for `learn`; the first one chooses the sizes."""
+    """Packs each rollout of a run for `learn`; the first rollout decides the sizes."""
 
     def __call__(self, rollout: Rollout, *, key: Array) -> RolloutPacking | None:
-        """How the models read a rollout packed; waits for it. None is padded."""
+        """Waits for a rollout and returns its packing; None keeps it padded."""
         lengths, order = processes.whole((self._spans(rollout), self._order(key)))
         columns = rollout.tokens.shape[1]
         if self._packer is None:
@@ -99,13 +99,13 @@ class RolloutPacker(_Lengths):
         return jax.jit(lambda key: order(shuffle_key(key)))
 
     def summary(self) -> dict[str, Any]:
-        """For summary.json: the sizes, and how often each was used."""
+        """Returns the sizes, and how often each was used, for summary.json."""
         if self._packer is None:
             return {}
         return {"packing": self._packer.summary()}
 
     def _forms(self, columns: int) -> list[Form]:
-        """By the widths to choose from, in a run whose first rollout has S columns."""
+        """Returns one form per width, for a first rollout of `columns` columns."""
         from rlhf_jax.data.layouts.arrays import Form
 
         recipe, options = self._recipe, self._options
@@ -131,7 +131,7 @@ class RolloutPacker(_Lengths):
         ]
 
     def _shares(self, width: int) -> bool:
-        """Whether attention lets responses of a group share their prompt."""
+        """Whether the attention engine lets responses of a group share their prompt."""
         model = self._recipe.model
         engine, _ = layout.choose(model, columns=width)
         whole = model.sliding_window is None and not model.recurrent_layers
@@ -139,10 +139,10 @@ class RolloutPacker(_Lengths):
 
 
 class EndPacker(_Lengths):
-    """Packs what a reward model sees: it reads the state after the last token alone."""
+    """Packs rollouts for a reward model, which reads only the last token's state."""
 
     def __call__(self, rollout: Rollout) -> SizedPacking | None:
-        """How the model reads a rollout packed; waits for it. None is padded."""
+        """Waits for a rollout and returns its packing; None keeps it padded."""
         lengths = processes.whole(self._spans(rollout))
         columns = rollout.tokens.shape[1]
         if self._packer is None:

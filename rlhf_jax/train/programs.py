@@ -1,4 +1,4 @@
-"""The compiled programs of a run, one per stage: `jax.jit` stands here.
+"""The compiled programs of a run, one per stage: `jax.jit` is applied here.
 
 Parameters are always arguments: a closure would bake them into the program.
 """
@@ -49,27 +49,27 @@ Params = Any
 
 
 class Read(NamedTuple):
-    """What the frozen models and the critic computed of a rollout."""
+    """What the frozen models and the critic computed from a rollout."""
 
     reference: ReferenceOutput | None = None
     further: Mapping[str, Further] = {}
-    values: Array | None = None  # f32[B, S]; None where `learn` computes them
+    values: Array | None = None  # f32[B, S]; None: no critic, or `learn` computes them
     packing: RolloutPacking | None = None  # how models read the rollout
 
 
 class LearnInputs(NamedTuple):
-    """What `learn` takes of a step, beside the states that it updates."""
+    """Inputs of `learn` other than the states that it updates."""
 
     rollout: Rollout
     scores: Array | Scores | None
-    reference: Frozen | None  # None in a step that takes no KL
+    reference: Frozen | None  # None in a step without a KL
     read: Read
     key: Array  # of the step
     ptx: Sequences | None
 
 
 class Programs:
-    """The compiled programs of a run; all but `learn` by their first call."""
+    """The compiled programs of a run; all but `learn` compile at their first call."""
 
     def __init__(
         self, models: Models, *, meshes: Meshes, config: PolicyGradientConfig
@@ -82,13 +82,13 @@ class Programs:
             "max_new_tokens": recipe.max_new_tokens,
             "temperature": recipe.temperature,
         }
-        # Recipes and shapes are bound before `jit`, so they are part of the function
-        # and not static arguments to be hashed at each call.
+        # Recipes and shapes are bound before `jit`: static arguments would be hashed at
+        # each call.
         on, bind, jit = functools.partial(sharding.on, mesh), functools.partial, jax.jit
         self.pack: RolloutPacker | None = None
         self.pack_ends: EndPacker | None = None
         if config.batch.packing is not None:
-            # Here and below: programs of few runs.
+            # Imported here and below because few runs need them.
             from rlhf_jax.train.packed_rollouts import EndPacker, RolloutPacker
 
             packed: dict[str, Any] = {
@@ -101,21 +101,20 @@ class Programs:
             }
             self.pack = RolloutPacker(config.batch.packing, **packed)
             self.pack_ends = EndPacker(config.batch.packing, **packed)
-        # The new state is written over the old one: without donation parameters and
-        # moments would be there twice. Frozen models are never among the donated.
+        # Donation writes the new state over the old one, so that parameters and moments
+        # exist once. Frozen models are never donated.
         donated = bind(jit, donate_argnames=("state",))
         self._learn = donated(bind(on(iteration.learn), recipe=recipe))
         self._make_experience = donated(
             bind(on(iteration.make_experience), recipe=recipe)
         )
         self._update = donated(bind(on(update), recipe=recipe))
-        # With a critic apart both updates take this key: equal minibatches on both
-        # meshes.
+        # A critic on its own devices takes the same key, and so the same minibatches.
         self._shuffle_key = jit(shuffle_key)
         self._values = jit(bind(on(ppo.values), recipe=recipe))
         self._critic = None
         if models.critic is not None:
-            assert isinstance(recipe, ppo.PPO)  # which alone has a critic
+            assert isinstance(recipe, ppo.PPO)  # the only recipe with a critic
             from rlhf_jax.devices.critic_devices import CriticDevices
 
             self._critic = CriticDevices(
@@ -133,8 +132,8 @@ class Programs:
             from rlhf_jax.algorithms.flow import teacher
 
             compute = bind(teacher.teacher_states, **shape)
-        # A program of its own, on the reference's mesh: it runs while the host has the
-        # reward.
+        # A separate program on the reference's mesh, which runs while the host computes
+        # rewards.
         self._reference: Callable[..., Any] = jit(placed(compute))
         self._further = {
             name: jit(
@@ -145,8 +144,8 @@ class Programs:
             for name, one in models.further.items()
         }
         self.measure = jit(
-            # reference=None: the check compares the log-probs of the very program that
-            # will score every step.
+            # reference=None: the check takes the reference log-probs of the program
+            # that computes them in every step.
             bind(on(self_check.measure), reference=None, lora=recipe.lora, **shape)
         )
 
@@ -169,10 +168,10 @@ class Programs:
             )
             if not after:
                 return responses
-            # A stop token before it ends no response here either.
+            # Stop tokens before `after` end no response, as in training.
             return rollout.truncate(responses, stop_ids=recipe.stop_ids, after=after)
 
-        # Two programs: a greedy one has no random draw in it.
+        # Compiled separately for greedy decoding, which draws no random numbers.
         self._respond = jit(on(respond), static_argnames="greedy")
         self.positions = jit(
             bind(objective.kl_by_position, max_new_tokens=recipe.max_new_tokens)
@@ -206,13 +205,13 @@ class Programs:
     def respond(
         self, policy: Params, *, prompts: Prompts, key: Array, greedy: bool
     ) -> Rollout:
-        """Responses to held-out prompts, with the likeliest tokens or drawn."""
+        """Returns responses to held-out prompts, by greedy decoding or sampled."""
         return self._respond(
             policy, self._models.base, prompts=prompts, key=key, greedy=greedy
         )
 
     def text_stats(self, policy: Params, texts: Mapping[str, Sequences]) -> Stats:
-        """`evaluation.text_stats` of the policy."""
+        """Applies `evaluation.text_stats` to the policy."""
         return self._text_stats(policy, texts, self._models.base) if texts else {}
 
     def read(
@@ -226,15 +225,15 @@ class Programs:
         values_first: bool,
         of_teacher: TeacherPrompts | None = None,
     ) -> Read:
-        """What frozen models and critic make of a rollout, beside the reward's work.
+        """Runs the frozen models and the critic on a rollout; dispatches only.
 
         Args:
-          reference: as its lifecycle left it; None in a step that takes no KL.
-          values_first: the critic runs now and not in the program of the update.
-          of_teacher: what a teacher reads in place of the prompts; None is the same.
+          reference: as its lifecycle left it; None in a step without a KL.
+          values_first: run the critic now, and not in the program of the update.
+          of_teacher: prompts that a teacher reads in place of the rollout's; None uses
+            the rollout's.
         """
-        # On the host, from lengths: the same minibatches as `update` will draw from
-        # this key.
+        # Packed on the host by the minibatches that `update` draws from this key.
         packing = None if self.pack is None else self.pack(rollout, key=key)
         output, further = None, {}
         if reference is not None:
@@ -243,8 +242,8 @@ class Programs:
             )
             further = self._further_of(rollout, packing)
         values = None
-        # Dispatched after the reference and before the host's reward, so that devices
-        # work while it waits.
+        # Dispatched after the reference, so that devices work while the host computes
+        # rewards.
         if values_first and self._config.critic is not None:
             values = self._values_of(train, critic, rollout, packing)
         return Read(output, further, values, packing)
@@ -257,7 +256,7 @@ class Programs:
         *,
         of_teacher: TeacherPrompts | None = None,
     ) -> ReferenceOutput:
-        """The reference's log-probs, computed on the reference's devices."""
+        """Computes the reference's log-probs, or a teacher's states, on its devices."""
         if self._models.head is not None:
             return frozen_models.run_beside(
                 lambda moved: self._reference(
@@ -282,8 +281,8 @@ class Programs:
         self, rollout: Rollout, packing: RolloutPacking | None
     ) -> dict[str, Further]:
         of_batch = None if packing is None else packing.batch
-        # Exact KL reads their hidden states in the update; else log-probs are enough,
-        # and their parameters stay out of its program.
+        # Only exact KL runs these models again in the update; otherwise their
+        # parameters are no argument of its program.
         inside = self.recipe.penalty.needs_logits
 
         def logprobs(name: str, model: Frozen) -> Array:
@@ -313,7 +312,7 @@ class Programs:
         packing: RolloutPacking | None,
     ) -> Array:
         if self._critic is not None:
-            assert critic is not None  # it is apart
+            assert critic is not None
             return self._critic.values(critic, rollout=rollout, packing=packing)
         base = FrozenModels(base=self._models.base)
         return self._values(train, rollout=rollout, frozen=base, packing=packing)
@@ -324,20 +323,18 @@ class Programs:
         critic: SupervisedState | None,
         inputs: LearnInputs,
     ) -> tuple[TrainState, SupervisedState | None, Stats, Scored]:
-        """`policy_gradient.iteration.learn`; a critic apart is updated beside it."""
+        """Runs `policy_gradient.iteration.learn`, and updates a separate critic."""
         arguments = self._arguments(inputs)
         key, ptx, packing = inputs.key, inputs.ptx, inputs.read.packing
         if self._critic is None:
-            # One program from scores to the next state: XLA sees all of it, and the
-            # host waits for nothing in between.
+            # One program from scores to the next state, in which the host never waits.
             train, stats, scored = self._learn(train, **arguments, key=key, ptx=ptx)
             return train, None, stats, scored
-        # Two programs, so that the critic's update can start beside the policy's.
+        # Separate programs, so that the critic's update overlaps with the policy's.
         train, experience, stats, scored = self._make_experience(train, **arguments)
         key = self._shuffle_key(key)
-        assert critic is not None  # that is apart
-        # First, as it returns when dispatched: the policy's update is queued while it
-        # runs.
+        assert critic is not None
+        # Dispatched first, so that the policy's update is queued while it runs.
         critic, critic_stats = self._critic.update(
             critic, experience=experience, key=key, packing=packing
         )
@@ -362,24 +359,23 @@ class Programs:
         """Compiles `learn`, so that its first step runs without the compiler's memory.
 
         Args:
-          runs_next: whether the first step takes these arguments. Where it draws again,
-            and with a critic apart, whose programs take what others return, `learn` is
-            traced alone: what does not fit is told.
+          runs_next: whether the first step takes exactly these inputs. If not, or if
+            the critic is on its own devices, `learn` is only traced.
         """
         if self._critic is not None or not runs_next:
             jax.eval_shape(functools.partial(self.learn, train, critic), inputs)
             return
-        # Before there is a run folder: what does not compile or fit fails here.
+        # Errors of compilation and memory surface here, before there is a run folder.
         self._learn.lower(
             train, **self._arguments(inputs), key=inputs.key, ptx=inputs.ptx
         ).compile()
         program_cache.give_back_memory()
 
     def _arguments(self, inputs: LearnInputs) -> dict[str, Any]:
-        """Of the programs that make experience of a rollout."""
+        """Returns the arguments shared by `learn` and `make_experience`."""
         read = inputs.read
-        # The teacher's head, where its states are at hand; the reference itself for
-        # exact KL; else None, so that its parameters are no argument of `learn`.
+        # The teacher's head, if its hidden states are computed already; the reference
+        # for exact KL; otherwise None, so that its parameters are no argument.
         inside = self._models.head
         teacher, moves = inputs.reference, self.recipe.lifecycle.moves
         if inside is not None and teacher is not None and moves:
@@ -407,32 +403,32 @@ class Programs:
 
     @property
     def critic_base(self) -> Frozen | None:
-        """The base under the adapters of a critic apart, on its own devices."""
+        """The base under the adapters of a critic on its own devices, or None."""
         return None if self._critic is None else self._critic.base
 
     def likeliest(
         self, policy: Params, reference: Frozen | None, rollout: Rollout
     ) -> tuple[Array, Array, Array] | None:
-        """`sampled_tokens.likeliest` of the rows shown, or None where not asked for."""
+        """Applies `sampled_tokens.likeliest` to the rows shown; None when disabled."""
         watch = self._config.watch
         if not watch.num_alternatives or not watch.num_shown:
             return None
-        assert reference is not None  # as the capability table has it
+        assert reference is not None  # by the capability table
         tokens, mask = row_sharding.local_rows((rollout.tokens, rollout.mask))
         rows = slice(watch.num_shown)
         return self._likeliest(policy, reference.stored, tokens[rows], mask[rows])
 
     def brought(self, reference: Frozen, policy: Params, *, due: bool) -> Params:
-        """The policy where a reference that is due to move is, or where that copies."""
+        """Returns the policy on devices that `lifecycle.after_step` can copy from."""
         mesh = frozen.mesh_of(reference)
         apart = self._config.placement.reference.apart and mesh is not None
-        # On one process JAX copies from any device to any other.
+        # With one process JAX copies between any two devices.
         if not (due and apart and jax.process_count() > 1):
             return policy
         return sharding.place(policy, mesh=mesh)
 
     def drift(self, policy: Params, reference: Frozen) -> dict[str, Any]:
-        """`drift.of_policy`, on the reference's mesh."""
-        # Onto the reference's mesh, as one program reads both.
+        """Applies `drift.of_policy` on the reference's mesh."""
+        # One program reads both, so both are on one mesh.
         policy = frozen.beside(reference, policy, put=moving.move)
         return self._drift(policy, reference, self._models.base)

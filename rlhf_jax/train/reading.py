@@ -1,4 +1,4 @@
-"""What a command reads before it begins: its checkpoint, prompts and texts."""
+"""Reads the checkpoint, prompts and texts of a command, before training begins."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from rlhf_jax.train.rows import ReadRows, Responder
 
 
 def receipt_of(receipts: Receipts, *, start: Pretrained) -> dict[str, Any]:
-    """What a run prints of its data and keeps as data.json."""
+    """Returns the receipt of a run's data, which it prints and keeps as data.json."""
     decode = functools.partial(tokenization.decode, start.tokenizer)
     (unprompted,) = start.contract.prompts([Question("")])
     return receipts.to_json(decode=decode, unprompted=unprompted)
 
 
 def prompts_given(written_prompts: Iterable[Written]) -> dict[str, str]:
-    """What snapshots say of prompts that a user's function scores, if of messages."""
+    """Snapshot metadata on whether a user's function is given prompts as messages."""
     of_texts = all(isinstance(prompt, str) for prompt in written_prompts)
     return {} if of_texts else {"prompts_given": "messages"}
 
@@ -51,11 +51,11 @@ def load_start(
     lora: LoRA | None = None,
     start: Pretrained | None = None,
 ) -> Pretrained:
-    """The checkpoint with its tokenizer, sharded over `mesh`.
+    """Loads a checkpoint with its tokenizer, sharded over `mesh`.
 
     Args:
-      save_dtype: Of what is written; None is that of most weights.
-      lora: adapters that will be trained over it, and written.
+      save_dtype: dtype of saved weights; None takes that of most weights.
+      lora: adapters that will be trained over the model, and saved.
     """
     if start is None:
         start = pretrained.described(path_or_repo_id, tokenizer=options.tokenizer)
@@ -82,7 +82,7 @@ def load_start(
 
 
 def saved(start: Pretrained, save_dtype: SaveDtype | None) -> Pretrained:
-    """`start`, whose folders are written in a dtype; None changes nothing."""
+    """Sets the dtype in which a model is saved; None changes nothing."""
     if save_dtype is None:
         return start
     hf.check_dtype(start.params, dtype=save_dtype)
@@ -90,7 +90,7 @@ def saved(start: Pretrained, save_dtype: SaveDtype | None) -> Pretrained:
 
 
 class ReadData(NamedTuple):
-    """What a run reads, as its loop takes it."""
+    """The data of a run, as its loop takes it."""
 
     responder: Responder
     data: ReadRows
@@ -98,7 +98,7 @@ class ReadData(NamedTuple):
     prompts: Batches[Any]
     ptx: Batches[Sequences] | None
     texts: Mapping[str, Sequences]
-    meta: dict[str, Any]  # of snapshots: digests that a resume must find again
+    meta: dict[str, Any]  # snapshot metadata: digests that a resume compares
 
 
 def read_data(
@@ -111,10 +111,10 @@ def read_data(
     receipts: Receipts,
     stack: contextlib.ExitStack,
 ) -> ReadData:
-    """Prompts, held-out prompts and texts, each with its receipt.
+    """Reads prompts, held-out prompts and texts, and records each in `receipts`.
 
     Args:
-      models: of `build`, or as shapes of `shapes.of_run`.
+      models: from `build`, or as shapes from `shapes.of_run`.
       start: --model, with or without parameters.
     """
     contexts = [model.max_positions for model in models.reward_shapes]
@@ -156,7 +156,7 @@ def read_data(
     if data.of_teacher is not None:
         meta["teacher_digest"] = digests.of_tokens(data.of_teacher)
     if pools.reads_rows or watch.judge is not None or config.sampler.environment:
-        meta["rows_digest"] = digests.of_rows(data.rows)  # all that they are given
+        meta["rows_digest"] = digests.of_rows(data.rows)  # user functions read rows
     if (
         pools.reads_prompts or watch.judge is not None
     ) and not config.sampler.environment:
@@ -185,7 +185,7 @@ def read_data(
 def read_texts(
     watch: WatchTexts, start: Pretrained, *, receipts: Receipts
 ) -> Mapping[str, Sequences]:
-    """The texts of --texts, by their names."""
+    """Reads the texts of --texts, by their names."""
     return {
         text.name: pretrained.read_texts(
             start,

@@ -1,14 +1,14 @@
-"""Runs on one page: which hacked its reward, and on which tokens.
+"""Show runs on one page: which hacked its reward, and on which tokens.
 
     rlhf-jax report RUN... --html report.html
     rlhf-jax report RUN --watch
 
 RUN is the folder of a run, or of a sweep for all of its runs. Runs whose configs differ
-in the seed alone are one group, and their curves one line with a band.
+only in the seed are one group, drawn as one line with a band.
 
-The page is one file that needs no network: curves of any metric, the reward beside the
-held-out judge, what differs between the configs, alarms, drift, and the sampled
-responses token by token, shaded by their KL. --watch serves it while a run goes on.
+The page is one file that needs no network. It shows curves of any metric, the reward
+beside the judge, differences between the configs, alarms, drift, and sampled responses
+token by token, shaded by their KL. --watch serves it while a run is under way.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class Config:
     """Folders of runs, or of sweeps for all of their runs; or their gs:// or s3://
     addresses."""
     html: Path | None = None
-    """File to write the page to."""
+    """File to write the page to; None writes none."""
     watch: bool = False
-    """Whether the page is served for runs under way, on 127.0.0.1 alone, and follows
-    them."""
+    """Whether to serve the page on 127.0.0.1 and update it while the runs go on."""
     port: int = 8321
-    """With --watch: port to serve at; 0 is any that is free."""
+    """Port of --watch; 0 takes any free one."""
     metrics: tuple[str, ...] = ()
-    """Metrics whose curves are open first; without, reward, judge, KL and others."""
+    """Metrics whose curves are shown at first; by default reward, judge, KL and
+    others."""
     title: str | None = None
-    """Title of the page; None is the question of the runs' sweep, or their names."""
+    """Title of the page; None takes the question of the runs' sweep, or their names."""
 
     def check(self) -> None:
-        """What does not fit together, in one line and not in the parser's box."""
+        """Raises InputError for options that do not fit together."""
         if not self.runs:
             raise InputError(
                 "expected the folder of a run, got none; rlhf-jax report RUN --html "
@@ -78,7 +78,7 @@ def main(options: Config) -> None:
     if options.watch:
         for run in options.runs:
             urls.refuse(run, option="--watch")
-    # A page needs no arrays, which are large.
+    # The page needs no arrays of snapshots, which are large.
     copies = (urls.fetched(run, but=("*snapshots/*/arrays/*",)) for run in options.runs)
     options = dataclasses.replace(options, runs=tuple(copies))
     source = watching.Source(options.runs, load=lambda: load(options))
@@ -98,7 +98,7 @@ def main(options: Config) -> None:
 
 
 def load(options: Config) -> dict[str, Any]:
-    """The data of the page, of all that the runs have written so far."""
+    """Returns the data of the page, from all that the runs have written so far."""
     runs, waiting = reading.read_all(options.runs)
     title = options.title
     if title is None:
@@ -107,11 +107,11 @@ def load(options: Config) -> dict[str, Any]:
 
 
 def command(argv: Sequence[str] | None = None) -> None:
-    """`rlhf-jax report`: from a command line to a page."""
+    """`rlhf-jax report`: makes a page from a command line."""
     options = command_line.cli(
         Config, prog="rlhf-jax report", description=__doc__, args=argv
     )
-    jax.config.update("jax_platforms", "cpu")  # the runs' devices are left to them
+    jax.config.update("jax_platforms", "cpu")  # leave the devices to the runs
     try:
         main(options)
     except KeyboardInterrupt:  # ends --watch

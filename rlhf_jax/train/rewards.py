@@ -1,7 +1,7 @@
 """The weighted rewards of a run, as its loop calls them.
 
-begin      in processes: verifiers start on the texts, and devices go on
-finish     here: reward models, Python functions, the length; and the weighted sum
+begin      starts verifiers in processes, while devices continue
+finish     runs reward models, Python functions and the length; sums all, weighted
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ if TYPE_CHECKING:
     from rlhf_jax.verification.pool import VerifierPool
 
 Array = jax.Array
-Early = dict[str, Scores]  # of the rewards that processes compute, by name
-EPISODES = "(environment)"  # among them, no reward's name: an environment's own scores
+Early = dict[str, Scores]  # scores from processes, by the name of the reward
+EPISODES = "(environment)"  # key of an environment's own scores; no reward's name
 Programmed = Callable[[Rollout], Array | Scores]
 
 
 class RewardPools:
-    """What rewards need for as long as the run lasts: processes, and frozen models."""
+    """Functions, verifiers and processes of the rewards, for the whole run."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class RewardPools:
                     unsafe=config.rewards.unsafe_verifier,
                 )
                 self.verifiers[source.name] = verifier
-                # Here, as its processes are modules that no other run needs.
+                # Imported here because only verifiers need processes.
                 from rlhf_jax.verification.pool import VerifierPool
 
                 self.pools[source.name] = stack.enter_context(
@@ -90,10 +90,10 @@ class RewardPools:
                 )
 
     def check_answers(self, located: Callable[[], Any]) -> None:
-        """Refuses rows whose right answer a verifier cannot read.
+        """Refuses rows whose correct answer a verifier cannot read.
 
         Args:
-          located: (place, row) of every row, read when a verifier asks for it.
+          located: returns (place, row) of every row; called only if it is needed.
         """
         for verifier in self.verifiers.values():
             from rlhf_jax.roles.rewards import verifiers
@@ -102,7 +102,7 @@ class RewardPools:
                 verifiers.check_answers(located(), verifier=verifier)
 
     def tell(self, receipt: Receipt) -> None:
-        """Tells a receipt which fields of the rows the rewards read."""
+        """Records in a receipt which fields of the rows the rewards read."""
         for source in self.config.sources:
             match source.source:
                 case Function(name):
@@ -114,12 +114,12 @@ class RewardPools:
 
     @property
     def reads_rows(self) -> bool:
-        """Whether a reward is given the rows of the data."""
+        """Whether a reward reads the rows of the data."""
         return bool(self.functions or self.pools)
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether a function of the user's is given the prompts."""
+        """Whether a user's function reads the prompts."""
         own = [
             source
             for source in self.config.sources
@@ -129,7 +129,7 @@ class RewardPools:
 
 
 class RewardList:
-    """The rewards of the responses to some rows."""
+    """The rewards of responses to the rows of one data set."""
 
     def __init__(
         self,
@@ -144,8 +144,8 @@ class RewardList:
         """Compiles nothing yet.
 
         Args:
-          models: of the config, in its order.
-          rows: that `rollout.index` points into.
+          models: the reward models, in the order of the config.
+          rows: the data that `rollout.index` points into.
         """
         self._mesh, config = pools.mesh, pools.config
         self._sources = config.sources
@@ -173,7 +173,7 @@ class RewardList:
                     self._programmed[source.name] = text_reward(reward, mesh=pools.mesh)
                 case Length():
                     self._programmed[source.name] = jax.jit(_length)
-        self._own = {  # the weights of the environment's own rewards
+        self._own = {  # {name: weight} of the environment's own rewards
             source.name: source.weight
             for source in self._sources
             if isinstance(source.source, Environment)
@@ -184,7 +184,7 @@ class RewardList:
 
     @property
     def on_host(self) -> bool:
-        """Whether a reward runs on the host, so that devices would wait for it."""
+        """Whether a reward runs on the host, where devices would wait for it."""
         of_models = all(
             isinstance(source.source, Model | Length) for source in self._sources
         )
@@ -193,10 +193,11 @@ class RewardList:
     def begin(
         self, shown: Rollout, *, episodes: Scores | None = None
     ) -> Callable[[], Early]:
-        """Starts verifiers on what the reward sees; returns what waits for them.
+        """Starts the verifiers; returns a function that waits for their scores.
 
         Args:
-          episodes: what an environment made of them.
+          shown: the rollout as the reward sees it.
+          episodes: scores that an environment gave.
         """
         own = {} if episodes is None else {EPISODES: episodes}
         if not self._pooled:
@@ -213,7 +214,7 @@ class RewardList:
         return collect
 
     def finish(self, shown: Rollout, early: Early) -> Array | Scores | None:
-        """The scores of a rollout; None of a run without rewards."""
+        """Returns the scores of a rollout; None in a run without rewards."""
         episodes = early.get(EPISODES)
         if episodes is not None:
             early = early | dict.fromkeys(self._own, episodes)
@@ -228,13 +229,13 @@ class RewardList:
         whole = self._combined(scores) if self._named else next(iter(scores.values()))
         if episodes is None or any(self._own.values()):
             return whole
-        if self._own:  # the parts of one whose weight is 0 are there already
+        if self._own:  # `whole` has the parts of an environment of weight 0 already
             episodes = dataclasses.replace(episodes, parts={})
         return _without_failed(whole, episodes)
 
     def _combine(self, scores: dict[str, Array | Scores]) -> Scores:
         weights = {source.name: source.weight for source in self._sources}
-        # Of scores that are at hand, as rewards of nothing.
+        # `rewards.weighted` takes functions: these return the scores at hand.
         parts = {
             name: (weights[name], lambda _, one=one: one)
             for name, one in scores.items()
@@ -244,12 +245,12 @@ class RewardList:
 
 @jax.jit
 def _without_failed(scores: Array | Scores, episodes: Scores) -> Scores:
-    """Scores of episodes whose environment gives no reward that is maximised.
+    """Adds the logs and failures of episodes whose own reward is not maximised.
 
-    How episodes ended is logged, and one that failed in the environment is left out.
+    Episodes that failed in the environment are left out.
     """
     whole, left_out = rewards.scores_of(scores), episodes.left_out
-    assert left_out is not None  # of `finished.Finished.scores`
+    assert left_out is not None  # set by `finished.Finished.scores`
     if whole.left_out is not None:
         left_out = whole.left_out | left_out
     ends = whole.turn_ends if whole.turn_ends is not None else episodes.turn_ends
@@ -258,7 +259,7 @@ def _without_failed(scores: Array | Scores, episodes: Scores) -> Scores:
 
 
 def require_some(scores: Array | Scores | None, *, sources: Sequence[Reward]) -> None:
-    """Stops a run of whose first batch no response could be scored.
+    """Stops a run if no response of its first batch could be scored.
 
     Raises:
       StopError: every response failed.
@@ -279,7 +280,7 @@ def require_some(scores: Array | Scores | None, *, sources: Sequence[Reward]) ->
 
 
 def _option(config: PolicyGradientConfig, reward: Reward) -> str:
-    """How a reward stands on the command line, for messages."""
+    """Returns the option of a reward, for messages."""
     if config.rewards.rewards:
         return f"--rewards {reward.name}"
     return "--reward" if isinstance(reward.source, Function) else "--verifier"
@@ -290,7 +291,7 @@ def _length(rollout: Rollout) -> Array:
 
 
 def text_reward(reward: TextReward, *, mesh: Mesh) -> Programmed:
-    """A Python function of texts as a reward; each process scores its own rows."""
+    """Wraps a Python function of texts as a reward; each process scores its rows."""
 
     def scored(rollout: Rollout) -> Array:
         return row_sharding.put_computed(
@@ -303,8 +304,8 @@ def text_reward(reward: TextReward, *, mesh: Mesh) -> Programmed:
 def model_reward(
     scorers: Sequence[RewardModel], *, pack: EndPacker | None, source: Model
 ) -> Programmed:
-    """Reward models on their own devices, on packed rows where that is less work."""
-    # An argument of the program: a closure would bake its parameters in.
+    """Runs reward models on their own devices, packed where that is less work."""
+    # Arguments of the program: a closure would bake their parameters into it.
     members = [
         rewards.from_model(scorer.frozen, model=scorer.model) for scorer in scorers
     ]
@@ -342,21 +343,20 @@ def model_reward(
 def make_verifier(
     choice: VerifierChoice, *, called: str = "--verifier", unsafe: bool = False
 ) -> Verifier:
-    """The verifier that a choice names.
+    """Makes the verifier that a choice names.
 
-    "gsm8k", "integer" and "exact" compare a response with the answer of its row:
-    the number after ####, the last number, and the whole text. "module:function" is
-    verify(prompt, response, row) -> float of an installed module, or one in the working
-    directory; it reads the fields of the row that it needs. Any other name is that of
-    an entry point.
+    "gsm8k", "integer" and "exact" compare the answer of a row with the response's
+    number after ####, its last number, or its whole text. "module:function" is
+    verify(prompt, response, row) -> float of an installed module, or of one in the
+    working directory. Any other name is that of an entry point.
 
     Args:
-      unsafe: --unsafe-verifier, of a verifier that runs what a model has written.
+      unsafe: --unsafe-verifier, for a verifier that runs code of the model.
 
     Raises:
       StopError: the module calls `sys.exit` when it is imported.
     """
-    from rlhf_jax.roles.rewards import verifiers  # of runs with a verifier
+    from rlhf_jax.roles.rewards import verifiers  # only runs with a verifier need them
 
     field = choice.answer_field
     match choice.name:

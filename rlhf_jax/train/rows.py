@@ -1,4 +1,4 @@
-"""The rows of a file that a model responds to: as prompts, or as episodes begin.
+"""The rows of a file that a model responds to, as prompts or as starts of episodes.
 
 rows of a file ──read──> rows, tokens ──batches──> draw ──> rollout, early scores
 """
@@ -33,25 +33,25 @@ if TYPE_CHECKING:
 
 
 class ReadRows(NamedTuple):
-    """All rows of a file, and those of them that leave room for a response."""
+    """All rows of a file, and tokens of the prompts that leave room for a response."""
 
     rows: list[Row]
-    written_prompts: list[Written]  # of each row, as it was written
-    tokens: dict[int, Tokens]  # of the prompts that leave room, by their row
-    states: list[bytes] | None = None  # of an environment as episodes begin, pickled
-    # What a teacher reads in place of each prompt; None where it reads the same.
+    written_prompts: list[Written]  # one per row: the prompt as text or messages
+    tokens: dict[int, Tokens]  # {row number: prompt}, of prompts that leave room
+    states: list[bytes] | None = None  # one per row: pickled starts of episodes
+    # One per row: a teacher's prompt; None: the teacher reads the policy's prompts.
     of_teacher: list[Tokens] | None = None
 
     @property
     def prompts(self) -> list[Tokens]:
-        """The prompts that leave room."""
+        """The prompts that leave room for a response."""
         return list(self.tokens.values())
 
     def teacher_prompts(self, *, pad_id: int) -> TeacherPrompts | None:
-        """What a teacher reads in place of each prompt; None where it is the same."""
+        """Returns the teacher's prompts, padded; None if it reads the policy's."""
         if self.of_teacher is None:
             return None
-        # Of the runs that distil from one.
+        # Only runs that distil need it.
         from rlhf_jax.algorithms.flow.teacher import TeacherPrompts
 
         width = max(map(len, self.of_teacher))
@@ -60,7 +60,7 @@ class ReadRows(NamedTuple):
         )
 
     def fitting(self, count: int | None = None) -> ReadRows:
-        """The first of the rows that leave room, numbered from 0; None is all."""
+        """Returns the first `count` rows that leave room, numbered from 0; or all."""
         numbers = list(self.tokens)[:count]
 
         def of(column: list[Any]) -> list[Any]:
@@ -76,7 +76,7 @@ class ReadRows(NamedTuple):
 
 
 class Responder:
-    """Reads rows as the model is asked them, in an environment or alone."""
+    """Reads rows as prompts, or as starts of episodes in an environment."""
 
     def __init__(
         self,
@@ -87,16 +87,18 @@ class Responder:
         context: int,
         stack: contextlib.ExitStack,
     ) -> None:
-        """Processes of an environment start with the first row, and end with `stack`.
+        """Opens the environment, if there is one.
+
+        Its processes start with the first row and end with `stack`.
 
         Args:
-          context: tokens that every model reads at once.
+          context: length of the shortest context among all models, tokens.
         """
         self._config, self._start = config, start._replace(params=None)
         self._mesh = meshes.policy
         self._opened = None
         if config.sampler.environment is not None:
-            # Here, as environments are modules that no other run needs.
+            # Imported here because other runs need no environment.
             from rlhf_jax.train.environment.sampler import OpenedEnvironment
 
             self._opened = OpenedEnvironment(
@@ -119,12 +121,12 @@ class Responder:
         )
 
     def read(self, source: str, *, pools: RewardPools, receipt: Receipt) -> ReadRows:
-        """The rows of a file that leave room for a response."""
+        """Returns the rows of a file that leave room for a response."""
         config, options = self._config, self._config.data
         pools.check_answers(lambda: json_lines.read_located(source))
         if self._opened is not None:
             environment = config.sampler.environment
-            assert environment is not None  # that is opened
+            assert environment is not None
             receipt.gives(f"--environment {environment.name}")
             read = read_begun(
                 source,
@@ -161,7 +163,7 @@ class Responder:
         base: Frozen | None,
         greedy: bool | None = None,
     ) -> EpisodeSampler | None:
-        """`OpenedEnvironment.sampler` of a run's rows; None draws responses."""
+        """Calls `OpenedEnvironment.sampler`; None in a run without an environment."""
         if self._opened is None:
             return None
         return self._opened.sampler(
@@ -180,54 +182,48 @@ def read_prompts(
     teacher_field: str | None = None,
     receipt: Receipt,
 ) -> ReadRows:
-    """The rows of a file, as the model is asked them.
+    """Reads the rows of a file and encodes their prompts.
 
     Args:
-      teacher_field: what a teacher reads in the prompt's place; None is the prompt.
       room: tokens that a prompt may have.
-      more: how a prompt may be longer, for the errors.
-      widest: tokens of the largest bucket; None is no bucket.
-      receipt: is told of every row, and of those that are left out.
+      more: advice for errors on how to allow longer prompts.
+      widest: tokens of the largest bucket; None has no buckets.
+      teacher_field: field that a teacher reads; None reads the prompt.
+      receipt: records every row, and the rows that are left out.
     """
     field = options.prompt_field
     rows = files.read_prompts(
         source, field=field, beside=teacher_field, receipt=receipt
     )
-    if options.chat:  # texts are put as messages
+    if options.chat:  # texts become messages
         receipt.reads(*messages.OF_TEMPLATE)
-    fitting, tokens = encoding.encode_prompts(
-        start.tokenizer,
-        rows,
-        max_length=room,
-        more=more,
-        field=field,
-        questions=[
-            question_of(row, options=options, where=place(row, number))
-            for number, row in enumerate(rows)
-        ],
-        stop_ids=start.stop_ids,
-        overlong=options.overlong,
-        widest=widest,
-        receipt=receipt,
-    )
-    numbers = {id(row): number for number, row in enumerate(rows)}
-    of_teacher = None
-    if teacher_field is not None:
-        asked = dataclasses.replace(options, prompt_field=teacher_field)
-        # All rows are there: one that the teacher cannot read is an error.
-        _, of_teacher = encoding.encode_prompts(
+
+    def encoded(
+        asked: AskedPrompts, *, overlong: Overlong, widest: int | None
+    ) -> tuple[list[Row], list[Tokens]]:
+        return encoding.encode_prompts(
             start.tokenizer,
             rows,
             max_length=room,
             more=more,
-            field=teacher_field,
+            field=asked.prompt_field,
             questions=[
                 question_of(row, options=asked, where=place(row, number))
                 for number, row in enumerate(rows)
             ],
             stop_ids=start.stop_ids,
+            overlong=overlong,
+            widest=widest,
             receipt=receipt,
         )
+
+    fitting, tokens = encoded(options, overlong=options.overlong, widest=widest)
+    numbers = {id(row): number for number, row in enumerate(rows)}
+    of_teacher = None
+    if teacher_field is not None:
+        asked = dataclasses.replace(options, prompt_field=teacher_field)
+        # Of all rows: a row that the teacher cannot read is an error.
+        _, of_teacher = encoded(asked, overlong="error", widest=None)
     return ReadRows(
         rows,
         [_put(row[field], options=options) for row in rows],
@@ -246,11 +242,11 @@ def read_begun(
     overlong: Overlong,
     receipt: Receipt,
 ) -> ReadRows:
-    """The rows of a file as an environment begins them, once, when data is loaded.
+    """Reads the rows of a file and starts an episode of an environment from each.
 
     Args:
       source: JSONL, or hf:NAME:SPLIT; the environment reads the fields that it needs.
-      room, more, receipt: as `read_prompts` takes them.
+      room, more, receipt: as in `read_prompts`.
     """
     rows = [row for _, row in json_lines.read_located(source, receipt=receipt)]
     places = [place(row, number) for number, row in enumerate(rows)]
@@ -281,7 +277,7 @@ def read_begun(
 
 
 def _put(written: Written, *, options: AskedPrompts) -> Written:
-    """What the model is asked; of a conversation the last message is the prompt."""
+    """Applies the template to a text, or to the last message of a conversation."""
     if not isinstance(written, str):
         *before, last = written
         text = options.template.replace(PLACE, last["content"])
@@ -291,7 +287,7 @@ def _put(written: Written, *, options: AskedPrompts) -> Written:
 
 
 def question_of(row: Row, *, options: AskedPrompts, where: str) -> Question:
-    """How a row's prompt is read: what of what is asked is its text."""
+    """Reads the prompt of a row, together with the template of the options."""
     prompt = read_question(
         row, field=options.prompt_field, where=where, chat=options.chat
     )

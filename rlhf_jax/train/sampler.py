@@ -1,6 +1,6 @@
-"""Who samples: our decoder here, by its program; or a process, or a server, outside.
+"""The sampler of a run: the decoder beside the trainer, a process, or a server.
 
-A `Sampler` samples on a mesh and in a dtype of its own.
+A `Sampler` is the decoder, on a mesh and in a dtype of its own.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ HERE = Here()
 
 
 def versions(rollout: Rollout) -> list[int | None]:
-    """Which version of the policy drew each response; of several its oldest.
+    """Returns the oldest version of the policy that drew a token of each response.
 
-    None drew an episode that never began.
+    None stands for an episode that never began.
 
     Args:
       rollout: on the host, with versions.
     """
-    assert rollout.version is not None  # as trainers stamp every token
+    assert rollout.version is not None  # trainers stamp every token
     return [
         int(version[drawn].min()) if drawn.any() else None
         for version, drawn in zip(
@@ -61,15 +61,14 @@ def versions(rollout: Rollout) -> list[int | None]:
 
 
 def threaded(sampling: Mesh, *, home: Mesh) -> bool:
-    """Whether a thread may start the sampler's programs.
+    """Returns whether a thread may start the sampler's programs.
 
-    Where programs of two threads run on the same devices, several of them, each device
-    may be given them in another order, and they wait for each other for ever. So may
-    the devices of several processes, each of which has a thread.
+    Two threads that start programs on the same devices can deadlock: each device may
+    receive the programs in another order. So can a thread in each of several processes.
     """
     if jax.process_count() > 1:
         return False
-    # One device runs programs in the order it was given them: nothing can cross there.
+    # One device runs programs in the order in which it receives them: no deadlock.
     shared = set(sampling.devices.flat) & set(home.devices.flat)
     return not shared or home.devices.size == sampling.devices.size == 1
 
@@ -77,12 +76,12 @@ def threaded(sampling: Mesh, *, home: Mesh) -> bool:
 class Sampler:
     """The compiled `sample` of a recipe.
 
-    Training shards a weight over all devices, so that decoding would fetch it, or sum
-    activations of all rows, for every token. On a mesh such as data=8,tensor=8 of the
-    same devices a group of eight holds all weights, and the parameters are resharded
-    once per iteration. Before that they are cast, in bfloat16 or int8, so that the
-    copy is smaller and a token reads less. Norms and biases stay in float32: with
-    activations in bfloat16 the samples of bfloat16 weights are those of float32 ones.
+    Training shards a weight over all devices, so that decoding there would gather
+    weights, or sum activations of all rows, for every token. On a mesh such as
+    data=8,tensor=8 of the same devices each group of eight holds all weights, and the
+    parameters are resharded once per iteration. They are cast to bfloat16 or int8
+    first, so that the copy is smaller and each token reads less. Norms and biases stay
+    in float32: with bfloat16 activations, casting the weights changes no sample.
     """
 
     def __init__(
@@ -97,16 +96,14 @@ class Sampler:
         """Compiles nothing yet.
 
         Args:
-          mesh: where responses are sampled; `home` brings nothing anywhere.
-          home: the policy's mesh, where responses are wanted.
-          frozen: of which the base is read, brought to the mesh now, and by a recipe of
-            mixtures the reference.
-          options: dtype of the parameters while they are sampled with, and how keys and
-            values are kept.
+          mesh: where responses are sampled; if it is `home`, nothing is moved.
+          home: the policy's mesh, where responses are returned.
+          frozen: the base, which is moved to `mesh` now, and for a recipe that samples
+            from a mixture the reference.
+          options: dtype of the parameters during sampling, and of keys and values.
         """
         check_pages(options, recipe=recipe, mesh=mesh)
-        # How the cache is kept belongs to sampling: the trainer's own model is
-        # unchanged.
+        # The options of the cache apply to sampling only, not to the trainer's model.
         recipe = dataclasses.replace(recipe, model=options.sampled(recipe.model))
         self._sample = jax.jit(
             functools.partial(sharding.on(mesh, iteration.sample), recipe=recipe)
@@ -114,7 +111,7 @@ class Sampler:
         self._mesh, self._home = mesh, home
         self.threaded = threaded(mesh, home=home)
         self._store = None
-        # Cast before it is moved: fewer bytes travel, and the trained parameters stay.
+        # Cast on the policy's mesh, so that fewer bytes are moved.
         if options.dtype != "float32":
             self._store = jax.jit(
                 functools.partial(
@@ -137,26 +134,25 @@ class Sampler:
         key: Array,
         version: Array | None = None,
     ) -> Rollout:
-        """Responses, on the policy's mesh.
+        """Draws responses and returns them on the policy's mesh; asynchronous.
 
-        Parameters are cast and resharded once, and let go with the last token. It is
-        asynchronous: what is dispatched next on other devices runs beside it.
+        Parameters are cast and resharded once, and freed after the last token.
 
         Args:
-          version: i32[], of the policy, `TrainState.step`; None stamps no token.
+          version: i32[], `TrainState.step` of the policy; None stamps no token.
         """
         if self._store is not None:
             policy = sharding.place(self._store(policy), mesh=self._mesh)
         return self.draw(policy, prompts=prompts, key=key, version=version)
 
     def follow(self, reference: Frozen) -> None:
-        """Takes the reference as its lifecycle left it, for a recipe of mixtures."""
+        """Sets the current reference, for a recipe that samples from a mixture."""
         self._frozen = dataclasses.replace(self._frozen, reference=reference)
 
     def hand_over(self, policy: Params) -> Params:
-        """The parameters as `draw` takes them, which no donation of `policy` touches.
+        """Returns parameters for `draw`, cast and resharded; donating `policy` is safe.
 
-        They are cast and resharded; on devices of the policy it is a copy of all.
+        On devices of the policy they are a full copy.
         """
         if self._store is not None:
             policy = self._store(policy)
@@ -172,10 +168,10 @@ class Sampler:
         key: Array,
         version: Array | None = None,
     ) -> Rollout:
-        """Responses, on the policy's mesh.
+        """Draws responses and returns them on the policy's mesh.
 
         Args:
-          policy: of `hand_over`.
+          policy: parameters from `hand_over`.
         """
         rollout = self.draw_there(policy, prompts=prompts, key=key, version=version)
         return self.bring_home(rollout)
@@ -188,7 +184,7 @@ class Sampler:
         key: Array,
         version: Array | None = None,
     ) -> Rollout:
-        """The same responses on the mesh of the sampler."""
+        """Draws the responses of `draw`, and leaves them on the sampler's mesh."""
         if self._mesh is self._home:
             return self._sample(
                 policy, prompts=prompts, key=key, frozen=self._frozen, version=version
@@ -200,19 +196,19 @@ class Sampler:
         )
 
     def bring_home(self, rollout: Rollout) -> Rollout:
-        """Responses of `draw_there` on the policy's mesh."""
+        """Moves responses of `draw_there` to the policy's mesh."""
         if self._mesh is self._home:
             return rollout
         return row_sharding.put_rows(rollout, mesh=self._home)
 
 
 def check_pages(options: Here, *, recipe: PolicyGradient, mesh: Mesh) -> None:
-    """Checks that pages of keys and values can be on a mesh."""
+    """Raises InputError if pages of keys and values cannot be placed on a mesh."""
     pages, size = options.cache_pages, options.page_size
     if pages is None:
         return
     places = recipe.continuous_batching
-    assert places is not None  # as a config with pages has it
+    assert places is not None  # the config requires it for pages
     sizes = dict(mesh.shape)
     if any(
         sizes.get(axis, 1) > 1 for axis in ("fsdp", axes.EXPERT_AXIS, axes.CONTEXT_AXIS)
@@ -233,7 +229,7 @@ def check_pages(options: Here, *, recipe: PolicyGradient, mesh: Mesh) -> None:
                 f"has pages of its own, got {number}; change it, or choose another "
                 f"--placement.sampler"
             )
-    # A prompt has one token or more, and the last token of a response is not run.
+    # The shortest prompt has one token, and a response's last token is not cached.
     from rlhf_jax.models.generation.page_table import pages_of
 
     least = pages_of(recipe.max_new_tokens, size=size) * shares
@@ -248,10 +244,10 @@ def check_pages(options: Here, *, recipe: PolicyGradient, mesh: Mesh) -> None:
 def make_sampler(
     config: PolicyGradientConfig, models: Models, *, meshes: Meshes
 ) -> Sampler | OutsideSampler:
-    """The sampler of a run."""
+    """Makes the sampler of a run."""
     options, recipe = config.sampler.sampler, models.recipe
     if isinstance(options, Here):
-        # Episodes are drawn by programs that have a copy of their own.
+        # The programs of episodes have their own copy of the base.
         alone = config.sampler.environment is None
         frozen = FrozenModels(base=models.base if alone else None)
         if config.mixes_reference:
@@ -263,7 +259,7 @@ def make_sampler(
             frozen=frozen,
             options=dataclasses.replace(options, dtype=config.sampler_dtype),
         )
-    # Here and below, as they are modules that no other run needs.
+    # Imported here and below because few runs need them.
     from rlhf_jax.samplers.protocol import Retries
     from rlhf_jax.train.rollouts.outside import OutsideSampler
 
@@ -284,8 +280,8 @@ def make_sampler(
         max_new_tokens=recipe.max_new_tokens,
         merge=merge,
         retries=retries,
-        # Programs of two threads on several devices could wait for each other for
-        # ever: the check of a server's hand-over runs on those of the policy.
+        # The check of a server's hand-over runs on the policy's devices, where programs
+        # of two threads could deadlock.
         threaded=jax.process_count() == 1
         and (isinstance(options, Process) or meshes.policy.devices.size == 1),
     )
@@ -299,7 +295,7 @@ def _outside(
     retries: Retries,
     meshes: Meshes,
 ) -> OutsideProtocol:
-    """A process, or a server that answers."""
+    """Makes the sampler that runs in a process or on a server."""
     if isinstance(options, Process):
         from rlhf_jax.samplers.process import ProcessSampler
 
@@ -307,7 +303,7 @@ def _outside(
     from rlhf_jax.samplers.server import ServerSampler
 
     mesh = meshes.policy
-    if jax.process_count() > 1:  # a program on the devices of all would wait for them
+    if jax.process_count() > 1:  # a program on all devices would wait for all processes
         mesh = ONE_DEVICE.make(jax.local_devices()[:1])
     tolerance = options.check_tolerance
     if tolerance is None:
@@ -325,7 +321,7 @@ def _outside(
 
 
 def _merging(base: Frozen, lora: LoRA, *, mesh: Mesh) -> Callable[[Any], Any]:
-    """What samplers outside draw with, who know no adapters: f32, on the mesh."""
+    """Merges adapters into the base for outside samplers: f32 weights, on the mesh."""
 
     def of_base(policy: Any, base: Frozen) -> Any:
         return merged(frozen.read(base), policy, lora=lora, rounded_to=jnp.float32)

@@ -1,6 +1,6 @@
-"""Checkpoints and models of a run as shapes: nothing is read or allocated.
+"""Checkpoints and models of a run as shapes; no weights are read or allocated.
 
-Under `jax.eval_shape` of a build the zeros are shapes alone. `check` says from them
+Under `jax.eval_shape` of `build` the zeros are only shapes. From them `check` decides
 whether the models and one iteration fit a device, before weights are read.
 """
 
@@ -30,14 +30,14 @@ Params = Any
 
 
 def params(model: ModelConfig) -> Params:
-    """Parameters of a decoder, all 0."""
+    """Returns the parameters of a decoder, all 0."""
     return jax.tree.map(
         lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), memory_check.shapes_of(model)
     )
 
 
 def start(model: ModelConfig, *, backend: str) -> Pretrained:
-    """A checkpoint of that shape, without parameters or a tokenizer."""
+    """Returns a checkpoint without parameters or a tokenizer."""
     nothing: Any = None
     return Pretrained(
         model, params=None, tokenizer=nothing, stop_ids=(), backend=backend
@@ -45,7 +45,7 @@ def start(model: ModelConfig, *, backend: str) -> Pretrained:
 
 
 def model_of(path: str) -> ModelConfig:
-    """The shape of a checkpoint, or of a known name."""
+    """Returns the model config of a checkpoint, or of a known name."""
     from rlhf_jax.models.families import registry
 
     if path in registry.KNOWN:
@@ -60,13 +60,13 @@ def model_of(path: str) -> ModelConfig:
 
 
 def load(path: str, **_: Any) -> tuple[ModelConfig, Params]:
-    """As `hf.load`, by the small files of a checkpoint."""
+    """Replaces `hf.load`: reads only the config of a checkpoint; parameters are 0."""
     model = model_of(path)
     return model, params(model)
 
 
 def load_reward(path: str, **_: Any) -> tuple[ModelConfig, Params]:
-    """As `hf.load_reward`, by the small files of a checkpoint."""
+    """Replaces `hf.load_reward`: reads only the config; parameters are 0."""
     model, trunk = load(path)
     return model, critic.from_policy(trunk, model=model)
 
@@ -74,13 +74,11 @@ def load_reward(path: str, **_: Any) -> tuple[ModelConfig, Params]:
 def of_run(
     config: PolicyGradientConfig, *, meshes: Meshes, start: Pretrained
 ) -> Models:
-    """What `build` will make, as shapes: by the small files of its checkpoints.
+    """Returns the result of `build` as shapes, from the configs of the checkpoints.
 
     Args:
-      start: --model without parameters; its activations are taken in the dtype of the
-        run.
+      start: --model without parameters; it gets the run's compute dtype.
     """
-
     model = dataclasses.replace(start.model, dtype=config.start.dtype)
 
     def made() -> Models:
@@ -91,7 +89,7 @@ def of_run(
 
 
 def reward_names(models: Models) -> list[str]:
-    """What reward models are called: by number where there are several."""
+    """Returns the names of reward models in tables, numbered from the second."""
     count = len(models.rewards)
     return ["reward model", *(f"reward model {i}" for i in range(2, count + 1))][:count]
 
@@ -99,7 +97,7 @@ def reward_names(models: Models) -> list[str]:
 def parts(
     config: PolicyGradientConfig, models: Models, *, meshes: Meshes
 ) -> list[Part]:
-    """Every model and optimizer of a run, where it is."""
+    """Returns every model and optimizer of a run, with its mesh."""
     mesh, placement = meshes.policy, config.placement
     policy, of_critic = models.train.policy, models.train
     valued, valued_opt = of_critic.critic, of_critic.critic_opt
@@ -134,9 +132,9 @@ def parts(
 
 
 def check(config: PolicyGradientConfig, models: Models, *, meshes: Meshes) -> None:
-    """Refuses a run that cannot fit.
+    """Raises InputError if a run cannot fit into the memory of a device.
 
-    Prompts count neither in the cache nor as activations.
+    It is a lower bound: prompts count neither in the cache nor as activations.
     """
     recipe, mesh, placement = models.recipe, meshes.policy, config.placement
     resident = parts(config, models, meshes=meshes)
@@ -190,7 +188,7 @@ def check(config: PolicyGradientConfig, models: Models, *, meshes: Meshes) -> No
             of_critic = memory_check.gradients(
                 "gradients", valued, model=recipe.model, mesh=meshes.critic
             )
-            # A critic apart reads no record.
+            # A critic on its own devices reads none of the records.
             shared = () if models.critic is not None else records
             programs.append(of_critic._replace(others=shared))
         return programs
@@ -206,7 +204,7 @@ def check(config: PolicyGradientConfig, models: Models, *, meshes: Meshes) -> No
 
 
 def storage_of_sampler(config: PolicyGradientConfig, models: Models) -> Params:
-    """Shapes of the policy as it is sampled with."""
+    """Returns the shapes of the parameters that the sampler reads."""
     options, policy = config.sampler.sampler, models.train.policy
     if not isinstance(options, Here) or config.sampler_dtype == "float32":
         return policy

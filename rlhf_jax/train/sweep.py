@@ -1,12 +1,12 @@
-"""Many runs as one question: a grid of options, seeds, and claims that are answered.
+"""Run a grid of options with several seeds, and test claims on the results.
 
     rlhf-jax sweep sweep.toml --out runs/sweep [--print] [--jobs N]
 
 The file declares a trainer, options of every run, a grid of options, seeds, measures
 and claims (see sweeps/README.md). Each cell of the grid is, for each seed, an ordinary
-run in OUT/runs, whose command --print shows. The same command again goes on: runs that
-are done are left alone, and one that was killed goes on from its newest snapshot. A run
-that fails is told and leaves the others alone.
+run in OUT/runs, whose command --print shows. The same command resumes a sweep: complete
+runs are kept, and a killed run resumes from its newest snapshot. A run that fails is
+reported, and the others continue.
 
 OUT/results.json has every measure of every seed, means with 95% intervals, differences
 to the first cell seed by seed, and the answers: yes, no, or not enough seeds.
@@ -45,18 +45,18 @@ class Config:
     """The options of `rlhf-jax sweep`."""
 
     file: tyro.conf.Positional[Path]
-    """What is swept, .toml or .py."""
+    """Declaration of the sweep, a .toml or .py file."""
     out: Path
-    """Folder of the sweep; the one of an earlier start goes on."""
+    """Folder of the sweep; the folder of an earlier start is resumed."""
     print_: Annotated[bool, tyro.conf.arg(name="print")] = False
-    """Whether the commands of all runs are printed, and nothing is run."""
+    """Whether to print the commands of all runs and run nothing."""
     jobs: int = 1
-    """Runs at a time."""
+    """Number of runs at a time."""
     map: bool = False
-    """Whether the runs are mapped over --jobs processes that stay, so that cells which
-    differ in numbers alone share compiled programs."""
+    """Whether --jobs lasting processes run the cells, so that cells which differ only
+    in numbers share compiled programs."""
     launcher: Literal["local", "slurm"] = "local"
-    """Where runs are started: on this machine, or as jobs of Slurm (extra slurm)."""
+    """Where runs are started: on this machine, or as Slurm jobs (extra slurm)."""
 
     def __post_init__(self) -> None:
         checks.positive(jobs=self.jobs)
@@ -71,8 +71,8 @@ def main(options: Config) -> None:
     """Runs `rlhf-jax sweep` with its options.
 
     Raises:
-      StopError: a run failed; names each, with its last line.
-      Interrupted: a signal came; the runs under way have saved.
+      StopError: a run failed; the message names each, with its last line.
+      Interrupted: a signal arrived; the runs under way have saved.
     """
     urls.refuse(options.out, option="--out")
     sweep = declaration.read(options.file)
@@ -92,7 +92,7 @@ def main(options: Config) -> None:
         done = sum(run.done for run in runs)
         print(f"{len(runs)} runs of {len(sweep.cells)} cells, {done} done already")
         began, left = time.monotonic(), len(runs) - done
-        if left:  # a stop would leave the results of an earlier start
+        if left:  # or a stop would leave the sealed results of an earlier start
             results.unseal(options.out)
         num_ended, warned = 0, False
 
@@ -106,7 +106,7 @@ def main(options: Config) -> None:
                 f"({ended.seconds:.0f} s; about {rest:.0f} s left)",
                 flush=True,
             )
-            if not ended.failed and not warned:  # by the first run that is done
+            if not ended.failed and not warned:  # once, from the first complete run
                 for line in measures.absent(sweep.measures, runs=[ended.run.folder]):
                     print(f"warning: {line}", file=sys.stderr, flush=True)
                 warned = True
@@ -128,7 +128,7 @@ def main(options: Config) -> None:
         )
         raise StopError(
             f"{len(failed)} of {len(runs)} runs failed, the others are complete:\n"
-            f"{names}\nsee to them, and give the same command again"
+            f"{names}\nfix them, and run the same command again"
         )
     if of_runs.absent:
         raise InputError("\n".join(of_runs.absent))
@@ -139,9 +139,9 @@ def main(options: Config) -> None:
 
 
 def check_options(sweep: Sweep, runs: Sequence[Planned]) -> None:
-    """Checks that the trainer has every option, with such values, before anything runs.
+    """Checks that the trainer accepts the options of every cell, before anything runs.
 
-    A program of one's own has to be there, and is not asked.
+    A user's own program must exist; its options are not checked.
     """
     if sweep.program:
         if not Path(sweep.program[0]).exists():
@@ -170,18 +170,18 @@ def _check_run(run: Planned, name: str) -> None:
             description=None,
             presets=vars(module).get("PRESETS"),
             renamed=RENAMED,
-            screen={},  # its --help lists few: --help-all is named
+            screen={},  # errors then refer to --help-all
             prog=f"rlhf-jax {name}",
             argv=run.options,
         )
 
 
 def command(argv: Sequence[str] | None = None) -> None:
-    """`rlhf-jax sweep`: from a command line to a table."""
+    """`rlhf-jax sweep`: runs a sweep from a command line."""
     options = command_line.cli(
         Config, prog="rlhf-jax sweep", description=__doc__, args=argv
     )
-    jax.config.update("jax_platforms", "cpu")  # the runs' devices are left to them
+    jax.config.update("jax_platforms", "cpu")  # leave the devices to the runs
     try:
         main(options)
     except command_line.Interrupted as stop:
@@ -193,5 +193,5 @@ def command(argv: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         if not options.print_:
             raise
-        # The reader of the commands has read enough.
+        # The reader of --print, such as `head`, has closed the pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

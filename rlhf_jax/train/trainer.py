@@ -1,10 +1,10 @@
 """A run of any policy gradient, from its config to the summary.
 
-read      prompts, texts, rewards: all of it before a weight is
+read      prompts, texts and rewards, before any weight is read
 build     every model, on its devices
 rehearse  the first iteration up to its update, before there is a run folder
 improve   the loop
-end       verify what is frozen, save, evaluate, summarise
+end       verify the frozen models, save, evaluate, summarise
 """
 
 from __future__ import annotations
@@ -58,13 +58,15 @@ def main(config: PolicyGradientConfig) -> None:
 
 
 def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
-    """From the config to the summary."""
+    """Runs a policy gradient, from its config to the summary."""
     started, compiled = time.perf_counter(), program_cache.compiled_so_far()
-    # A resume, which may be on other devices, is compared with what was asked for.
+    # The folder records the options as given: a resume is compared with them, and may
+    # run on other devices.
     recorded = config
     if config.auto is not None:
         config = _chosen(config)
-    # First of all: a mesh that does not fit the devices costs no minute of loading.
+    # First, so that a mesh that does not fit the devices fails before minutes of
+    # loading.
     meshes, receipts = Meshes.of(config), Receipts()
     mesh = meshes.policy
     pools = RewardPools(config, mesh=mesh, stack=stack)
@@ -79,7 +81,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
             student=config.start.model,
             tokenizer=config.start.tokenizer,
         )
-    # Shapes and tokenizer, no weights: the memory check needs no more.
+    # The memory check needs only shapes and the tokenizer.
     start = pretrained.described(config.start.model, tokenizer=config.start.tokenizer)
     planned = shapes.of_run(config, meshes=meshes, start=start)
     chip = chips.of_device(mesh.devices.flat[0])
@@ -94,7 +96,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
                 planned,
                 mesh=mesh,
                 chip=chip,
-                prompt=0,  # none is read yet; `fastest.ROOM` has theirs
+                prompt=0,  # no prompt is read yet; `fastest.ROOM` allows for them
                 per_node=chips.per_node(chip),
                 memory=memory_check.limit(jax.local_devices()[0]),
             )
@@ -103,7 +105,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
                 meshes = Meshes.of(config)
     if config.check_memory:
         shapes.check(config, planned, meshes=meshes)
-    # What a user may have got wrong is refused before a weight is read.
+    # Errors in the user's files are found before a weight is read.
     read = read_data(
         config,
         planned,
@@ -187,12 +189,12 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
     )
     if not isinstance(loop.sampler, Sampler):
         stack.enter_context(loop.sampler)
-    # Before there is a run folder: a reward that fails, or what does not fit, leaves
-    # none behind.
+    # Before there is a run folder: a failing reward or a lack of memory leaves none
+    # behind.
     rehearse(loop, models, judge=judge)
     summary: dict[str, Any] = {}
     if held_out is not None:
-        # Of the policy as it starts: what the figures at the end are compared with.
+        # The figures at the end are compared with those of the untrained policy.
         policy, reference = models.train.policy, models.reference
         summary |= held_out.summary("before", policy, programs, reference)
     limits = config.watch.alarms.allowing(staleness=config.staleness)
@@ -251,7 +253,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
 def _reprompt(
     config: PolicyGradientConfig, rows: list[Row], *, start: Pretrained
 ) -> Callable[[Rollout, Scores], TeacherPrompts] | None:
-    """What a teacher of responses of the batch reads; None of any other run."""
+    """Makes the prompts of a teacher that reads responses of the batch, or None."""
     if config.success_score is None:
         return None
     from rlhf_jax.train.rollouts.reprompt import Reprompt
@@ -267,11 +269,12 @@ def _reprompt(
 
 
 def _chosen(config: PolicyGradientConfig) -> PolicyGradientConfig:
-    """The run with what `--auto` chooses, which is printed."""
+    """Returns the config with the choices of `--auto`, and prints them."""
     from rlhf_jax.train.plan import auto  # few runs ask for it
 
     start = pretrained.described(config.start.model, tokenizer=config.start.tokenizer)
-    # No prompt is read yet: as long as its bucket, or a response, where both have room.
+    # No prompt is read yet: assume the largest bucket, or the length of a response,
+    # within the context.
     new = config.batch.max_new_tokens
     room = max(1, start.model.max_positions - new)
     prompt = min(room, max(config.data.buckets or (new,)))
@@ -281,14 +284,14 @@ def _chosen(config: PolicyGradientConfig) -> PolicyGradientConfig:
 
 
 def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:
-    """The first iteration up to its update, before there is a run folder.
+    """Runs the first iteration up to its update, before there is a run folder.
 
-    A reward function that fails stops the run now, and so does whatever does not fit.
-    The first step takes what it made, unless the run goes on from a later one.
+    A failing reward function or a lack of memory stops the run here. Step 0 reuses the
+    results; a run that resumes at a later step discards them.
 
     Raises:
-      SelfCheckError: the policy's log-probs are not the sampler's, or the KL to the
-        reference does not start at 0.
+      SelfCheckError: the policy's log-probs differ from the sampler's, or the KL to
+        the reference does not start at 0.
     """
     config, programs, train = loop.config, loop.programs, models.train
     key = loop.key(0)
@@ -308,14 +311,14 @@ def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:
         values_first=loop.values_first,
         of_teacher=of_teacher,
     )
-    # Processes began to score while the reference ran; now their answers are needed.
+    # Processes scored while the reference ran; their scores are needed now.
     early = early() if callable(early) else early
     scores = loop.scores(rollout, early)
     tell_cut(config, rollout, stop_ids=programs.recipe.stop_ids)
     environment = config.sampler.environment
     if environment is None or environment.seconds is None:
-        # Episodes with a limit of time have waited here for programs to be compiled.
-        kept = None if config.reads_hidden_states else read  # those are large
+        # Episodes with a time limit are drawn again: compilation used up their time.
+        kept = None if config.reads_hidden_states else read  # hidden states are large
         loop.begun[0] = Begun(rollout, early, scores, kept)
     require_some(scores, sources=config.sources)
     if judge is not None:
@@ -328,20 +331,19 @@ def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:
         base=models.base,
         rollout=rollout,
         ref_logprobs=None if own is None else own.logprobs,
-        # The check runs once: one size is enough, where the update has a branch for
-        # each.
+        # The check runs once and needs the branch of one packed size, not all of them.
         packing=None if read.packing is None else read.packing.batch.at_its_size(),
     )
     self_check.require(
-        programs.recipe.reported(processes.whole(measured)),  # which the policy drew
+        programs.recipe.reported(processes.whole(measured)),
         tolerance=self_check.TOLERANCE[config.start.dtype],
         sampler_tolerance=config.sampler_tolerance,
         storage_tolerance=config.storage_tolerance,
-        # Without a checkpoint of its own the reference is the policy's start: its KL
-        # must be 0 within the rounding of its storage.
+        # A reference without its own checkpoint is a copy of the initial policy: the
+        # KL must be 0 within the rounding of its storage.
         expect_equal=own is not None and config.reference.checkpoint is None,
     )
-    # Last, with the shapes of a real rollout.
+    # Compiled last, with the shapes of a real rollout.
     ptx = None if loop.ptx is None else loop.ptx[0]
     programs.compile_learn(
         train,
@@ -354,14 +356,14 @@ def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:
 def tell_cut(
     config: PolicyGradientConfig, rollout: Rollout, *, stop_ids: tuple[int, ...]
 ) -> None:
-    """Warns of a reward model that reads responses most of which did not end.
+    """Warns when a reward model scores responses at least half of which are cut off.
 
-    It learned its score at the end of whole responses. Silent where the method says
-    what such a response is worth, and in environments.
+    Reward models are trained on complete responses. No warning is printed in
+    environments, nor where the method defines the score of a cut response.
     """
     method, environment = config.method, config.sampler.environment
-    said = method.fixed_length is not None or method.scores.reads_stops
-    if said or environment is not None or not config.rewards.model_names:
+    handles_cut = method.fixed_length is not None or method.scores.reads_stops
+    if handles_cut or environment is not None or not config.rewards.model_names:
         return
     cut = ~processes.whole(ended(rollout, stop_ids=stop_ids))
     if 2 * cut.sum() > cut.size:
@@ -382,10 +384,10 @@ def tell(
     columns: int,
     meshes: Meshes,
 ) -> None:
-    """Prints the models and the attention of a run."""
+    """Prints the models and the attention engine of a run."""
     critic = models.train.critic if models.critic is None else models.critic.params
     reference = None if models.reference is models.base else models.reference
-    # Reward models stand first; in snapshots their names are numbers.
+    # Reward models come first in `beside`, where snapshots number them.
     named = dict(zip(models.beside, config.rewards.model_names, strict=False))
     beside = {named.get(name, name): one for name, one in models.beside.items()}
     frozen_ones = dict(beside)
@@ -407,7 +409,7 @@ def tell(
                 name: frozen.shape_of(one, policy=start.model)
                 for name, one in frozen_ones.items()
             },
-            # Reward models need not read the policy's tokens.
+            # A reward model may have another architecture.
             **dict(zip(config.rewards.model_names, models.reward_shapes, strict=True)),
         },
         meshes={"sampler": meshes.sampler} if apart else {},
@@ -418,7 +420,7 @@ def tell(
 def run_stage(
     loop: Loop, models: Models, *, job: run.Run, meta: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """The stage of the run; the policy and the reference at its end."""
+    """Trains; returns the final policy and reference."""
     config, reference = loop.config, models.reference
     saved: dict[str, Any] = {"train": models.train, "root_key": loop.root_key}
     if models.critic is not None:
@@ -429,11 +431,10 @@ def run_stage(
     saved["reference"] = None if reference is models.base else reference
     queue: RolloutQueue | None = None
     if config.staleness:
-        # Threads and waits of runs whose sampler is behind.
-        from rlhf_jax.train.rollouts.queue import RolloutQueue
+        from rlhf_jax.train.rollouts.queue import RolloutQueue  # few runs have one
 
-        # Of several processes none may run programs in a thread: what is drawn comes
-        # when it is taken. Episodes are played to their end at once.
+        # With several processes no thread may run programs: rollouts are transferred
+        # and scored when they are taken. Episodes are always played to their end.
         late = jax.process_count() > 1 and loop.episodes is None
         queue = RolloutQueue(
             loop.draw_there if late else functools.partial(loop.draw, handed=True),
@@ -450,11 +451,11 @@ def run_stage(
         if begun is None:
             saved |= queue.first(models.train.policy, version=models.train.step)
         else:
-            # The rehearsal's rollout is that of step 0: it is not drawn twice. Scores
-            # are as draws return them, or no snapshot would fit.
+            # The rehearsal's rollout is reused for step 0. Its scores keep the
+            # structure that draws return, which snapshots expect.
             early = {key: x for key, x in begun.early.items() if key != TOTAL}
             saved |= queue.filled(begun.rollout, early)
-    # All other frozen models must have, at every snapshot, the digests they began with.
+    # Every other frozen model must keep its initial digest at every snapshot.
     moving = ("reference",) if config.reference.lifecycle.moves else ()
     with (
         job.stage(config.name, saved, meta=meta, beside=beside, moving=moving) as stage,

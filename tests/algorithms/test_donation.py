@@ -1,7 +1,7 @@
-"""What a program is given to overwrite, it overwrites: the compiler's alias figures.
+"""Donated arguments are overwritten, by the compiler's alias figures.
 
-Every program that an experiment gives its state to. XLA reports how many bytes of the
-arguments its results are written over; JAX warns where a donated leaf is none of them,
+The tests cover every program to which an experiment donates its state. XLA reports how
+many bytes of the arguments its results overwrite; JAX warns about unused donations,
 and warnings are errors here.
 """
 
@@ -229,7 +229,7 @@ def decode_finish():
 
 
 def overwritten(function, donated, inputs, **options):
-    """Bytes a device, of the program compiled with its state donated."""
+    """Aliased bytes per device of the program, compiled with its state donated."""
     program = toys.jit(function, donate_argnums=0, **options).lower(donated, **inputs)
     return program.compile().memory_analysis().alias_size_in_bytes
 
@@ -263,7 +263,7 @@ MESH = MeshShape(data=2, fsdp=2, tensor=2)
 
 
 def on_mesh(tree):
-    """Shapes that lie as the rules say."""
+    """Shapes that are sharded by the rules."""
     return jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=where
@@ -280,7 +280,7 @@ def rows_on_mesh(tree):
 
 
 def part(leaf):
-    """Bytes of it that a device holds."""
+    """Bytes of a leaf on one device."""
     return leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
 
 

@@ -30,7 +30,7 @@ def texts(*, batch_size: int, examples=EXAMPLES) -> batch.Sequences:
 
 
 def surprise(tokens: list[int], *, first: int) -> list[float]:
-    """-log π of tokens[first:], from logits of this text alone."""
+    """-log π of tokens[first:], from the logits of this text alone."""
     row = jnp.asarray([tokens], jnp.int32)
     logits = np.asarray(
         toys.logits(PARAMS, model=toys.GPT2, tokens=row, mask=jnp.ones_like(row, bool)),
@@ -79,7 +79,7 @@ def test_padding_does_not_count():
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_divergence_of_each_response(temperature):
-    """Against the logits of both models, by a loop over the response's tokens.
+    """Compares with a loop over the response's tokens and the logits of both models.
 
     column           0  1  2  3  4  5  6
     tokens           ·  3  4  5  6  1  ·
@@ -144,7 +144,7 @@ def test_a_judges_mean():
 
 
 def test_a_judge_that_failed_for_some_counts_nothing_there():
-    """Whatever stands where there is no score; a mean of none is no number at all."""
+    """Values without a score are not read, and a mean over no scores is NaN."""
     scores = jnp.asarray([1.0, jnp.nan, 3.0, jnp.inf], jnp.float32)
     judged = jnp.asarray([True, False, True, False])
     stats = evaluation.judge_stats(scores, judged=judged)

@@ -1,4 +1,4 @@
-"""The list of broken formulas: each is one line that is there, and each dies."""
+"""The list of broken formulas: each replaces an existing line and fails its test."""
 
 import subprocess
 import sys

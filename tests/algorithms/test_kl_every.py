@@ -1,4 +1,4 @@
-"""PPO whose KL is taken every N steps: what the steps with it and without it do."""
+"""PPO with a KL every N steps: the steps with it and those without it."""
 
 import dataclasses
 
@@ -40,7 +40,7 @@ learn = toys.jit(counted, static_argnames=("recipe",))
 
 
 def begin(controller) -> state.TrainState:
-    """A policy that has left the reference."""
+    """A policy that differs from the reference."""
     return state.ppo_state(
         policy=toys.perturbed(POLICY, seed=2, scale=0.05),
         critic=jax.tree.map(jnp.copy, CRITIC),

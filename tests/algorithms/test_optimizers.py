@@ -33,7 +33,7 @@ def gradients(num_steps: int, seed: int = 1) -> list[dict[str, np.ndarray]]:
 def oracle(
     grads, *, rate, b1, b2, eps, style, hold=float
 ) -> list[dict[str, np.ndarray]]:
-    """The update of every step, float64, element by element; m is held by `hold`."""
+    """The update of every step in float64, element by element; `hold` rounds m."""
     updates = []
     m = {name: np.zeros((2, 3)) for name in SIZES}
     v = {name: np.zeros((2, 3)) for name in SIZES}
@@ -98,7 +98,7 @@ def test_adam_matches_the_oracle(style, b1, b2, eps):
 @pytest.mark.parametrize("style", ["standard", "tf"])
 @pytest.mark.parametrize("b1", [0.9, 0.0])
 def test_m_in_bfloat16_is_rounded_once_an_update(style, b1):
-    """And the step is made before."""
+    """The step uses m before rounding."""
     grads = gradients(7)
     settings = {"b1": b1, "b2": 0.999, "eps": 1e-5, "style": style}
     updates = run(optimizers.adam(0.01, mu_dtype="bfloat16", **settings), grads)
@@ -113,7 +113,7 @@ def bfloat16(x: float) -> float:
 @pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("style", ["standard", "tf"])
 def test_what_the_moments_take(style):
-    """4 + 4 bytes a parameter, or 2 + 4, beside two counts of updates."""
+    """4 + 4 bytes per parameter, or 2 + 4, and two counters of updates."""
     params = {"kernel": jnp.zeros((30, 7)), "bias": jnp.zeros(10)}
     schedule = optax.linear_schedule(0.1, 0.0, 4)
     for mu_dtype, num_bytes in {"float32": 8, "bfloat16": 6}.items():
@@ -127,7 +127,7 @@ def test_what_the_moments_take(style):
 
 @pytest.mark.slow
 def test_m_nears_a_constant_gradient_and_v_follows_it():
-    """m to the 4% of its rounding; v by the 0.1% that bfloat16 would round away."""
+    """m within the 4% of its rounding; v moves by 0.1%, which bfloat16 would lose."""
     made = optimizers.adam(1.0, mu_dtype="bfloat16")
     grad = {"x": jnp.linspace(1.0, 2.0, 50)}
     opt = made.init(grad)
@@ -151,7 +151,7 @@ def test_standard_is_optax_s_own_to_the_bit():
 
 @pytest.mark.slow
 def test_tf_is_adam_with_another_eps_in_every_step():
-    """eps/sqrt(1 - b2^t): 32 times as much in the first step."""
+    """The eps is eps/sqrt(1 - b2^t), 32 times as large in the first step."""
     factor = 1 / math.sqrt(1 - 0.999)
     assert factor == pytest.approx(31.6, abs=0.03)
     grads = gradients(3)
@@ -188,7 +188,7 @@ def test_tf_holds_small_gradients_back_early_and_agrees_late():
 @pytest.mark.slow
 @pytest.mark.parametrize("style", ["standard", "tf"])
 def test_schedules_chains_and_states(style):
-    """The rate falls by its own count; clipping by norm stands before it."""
+    """The learning rate has its own counter, and clipping by norm comes first."""
     schedule = optax.linear_schedule(0.1, 0.0, 4)
     made = optimizers.adam(schedule, style=style)
     grads = gradients(5)

@@ -1,4 +1,4 @@
-"""Gradients in parts of responses, with a loss by hand; no model runs here."""
+"""Gradients accumulated over parts of responses, with a loss by hand and no model."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -28,7 +28,7 @@ def names_of(function, *args, **kwargs):
 
 
 def scopes_of(function, *args, **kwargs):
-    """All name scopes of a program, {(scope, operation)}."""
+    """The pairs (scope, operation) of a program."""
     return {
         (scope, name.rpartition("/")[-1])
         for name in names_of(function, *args, **kwargs)
@@ -121,7 +121,7 @@ def test_exact_kl_is_of_the_reference(placement):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:KL penalty")
 def test_the_policy_s_part_of_exact_kl_is_not_the_reference_s():
-    """In no scope are its loops over layers, and over the vocabulary for both."""
+    """Loops over layers, and the vocabulary loop for both, are in no scope."""
     rollout = jax.eval_shape(
         functools.partial(ppo.sample, recipe=algorithm()),
         toys.params(),

@@ -39,7 +39,7 @@ def rollout(params, model):
 
 @pytest.fixture(scope="module")
 def measure(model):
-    """The check as an experiment runs it."""
+    """Runs the check as an experiment does."""
     return toys.jit(
         functools.partial(
             self_check.measure,
@@ -114,7 +114,7 @@ def test_attended_padding(measure, params, rollout):
 
 @pytest.mark.slow
 def test_positions_that_count_padding(monkeypatch, params, model):
-    """In every full forward pass, the sampler's prefill included."""
+    """The fault is in every full forward pass, including the sampler's prefill."""
 
     def columns(mask, **of_texts):
         count = jnp.arange(mask.shape[1], dtype=jnp.int32)
@@ -147,7 +147,7 @@ def test_positions_that_count_padding(monkeypatch, params, model):
 
 
 def test_swapped_reference(measure, params, rollout, reference, model):
-    """The fingerprint says it is the policy, and it is not what is read."""
+    """The fingerprint is the policy's, but the parameters that are read are others."""
     other = toys.params(model, seed=4)
     swapped = dataclasses.replace(reference, stored=other)
     measured = measure(params, rollout=rollout, reference=swapped)
@@ -156,7 +156,7 @@ def test_swapped_reference(measure, params, rollout, reference, model):
 
 
 def test_a_policy_that_starts_elsewhere(measure, params, rollout, model):
-    """Is fine, unless the caller says that it must start as the reference."""
+    """This is allowed, unless the caller requires that it starts as the reference."""
     other = toys.freeze(toys.params(model, seed=4))
     measured = measure(params, rollout=rollout, reference=other)
     assert not bool(measured.starts_equal)

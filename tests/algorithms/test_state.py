@@ -16,7 +16,7 @@ SIZE = ("micro_batch_size",)
 
 
 def mean_square(params, rows):
-    """Over 6 rows; stats of one micro-batch."""
+    """The loss over 6 rows, with the stats of one micro-batch."""
     error = rows["x"] @ params["w"] - rows["y"]
     loss = (error**2).sum() / 6
     return loss, {
@@ -212,7 +212,7 @@ def test_a_step_is_the_optimizers(step):
 
 @pytest.mark.parametrize("optimizer", [optax.adam(0.1), optax.adamw(0.1)])
 def test_an_update_in_place_copies_nothing(optimizer):
-    """Of a state that is donated; as XLA:CPU says, which copied every moment once."""
+    """Checks a donated state by XLA:CPU's report; it used to copy every moment."""
     params = {"kernel": jax.ShapeDtypeStruct((300, 500), jnp.float32)}
     size = 4 * 300 * 500
 
@@ -230,7 +230,7 @@ def test_an_update_in_place_copies_nothing(optimizer):
 
 
 def test_no_two_leaves_of_a_fresh_state_share_a_buffer():
-    """Donation would otherwise fail, or worse, not fail."""
+    """Otherwise donation would fail, or corrupt a leaf without failing."""
     params = {"w": jnp.ones(3)}
     fresh = state.ppo_state(
         policy=params,
@@ -244,7 +244,7 @@ def test_no_two_leaves_of_a_fresh_state_share_a_buffer():
 
 
 def test_what_is_trained_is_float32():
-    """In bfloat16 a step of 3e-6 rounds to nothing: the policy would never move."""
+    """In bfloat16 a step of 3e-6 would round to nothing."""
     half = {"w": jnp.ones(3), "b": jnp.ones(3, jnp.bfloat16)}
     whole = {"w": jnp.ones(3)}
     with pytest.raises(TypeError, match=r"^b: expected float32 to train, got bfloat16"):

@@ -1,11 +1,11 @@
 """Every formula of an update against float64: one tiny step for each set of options.
 
 `oracle_updates` computes the loss before the step and along directions through the
-parameters; the step, by SGD, has to move along them as its slope says, and
-`oracle_statistics` what else an iteration logs: no statistic is left. Options stand
-together where that costs no program: each changes the number by itself. Bounds are no
-reciprocals of each other, groups are of three, weights are unequal, responses have five
-lengths, two never stop, and the vocabulary is read in several chunks.
+parameters. The step, by SGD, must move along them by the slope, and
+`oracle_statistics` computes all other metrics of an iteration. Options are
+combined where that needs no further program; each alone changes the number. Bounds are
+not reciprocals, groups have three rows, weights are unequal, responses have five
+lengths, two of them never stop, and the vocabulary is read in several chunks.
 """
 
 import dataclasses
@@ -75,7 +75,7 @@ learn = toys.jit(ppo.learn, static_argnames=("recipe",))
 
 @functools.cache
 def texts() -> Rows:
-    """Prompts and responses, with log-probs to come."""
+    """Prompts and responses without log-probs."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(3, MODEL.vocab_size, (6, PROMPT + SIZE))
     mask = np.ones(tokens.shape, bool)
@@ -99,7 +99,7 @@ def texts() -> Rows:
 
 @functools.cache
 def rows() -> Rows:
-    """The same, drawn by a sampler that is not the policy."""
+    """The rows of `texts`, drawn by a sampler other than the policy."""
     drawn = texts()
     own = oracle_updates.picked(table(), drawn)
     noise = np.random.default_rng(1).normal(0, 0.4, own.shape)
@@ -109,28 +109,28 @@ def rows() -> Rows:
 
 @functools.cache
 def recorded():
-    """Three tokens, and their log-probs, of a sampler that is another policy."""
+    """Three recorded tokens and their log-probs, from another policy as the sampler."""
     tokens = np.argsort(-of_reference(6), axis=-1)[..., :3]
     return tokens, np.take_along_axis(of_reference(6), tokens, axis=-1)
 
 
 @functools.cache
 def ages():
-    """Of the parameters that drew each token, in iterations."""
+    """The age, in iterations, of the parameters that drew each token."""
     old = (np.arange(len(LENGTHS)) == OLD_ROW)[:, None]
     return np.where(texts().response_mask & old, 2, 0)
 
 
 @functools.cache
 def entropies():
-    """As a sampler reports them: of no distribution that is known here."""
+    """Entropies as a sampler reports them, from an unknown distribution."""
     drawn = np.random.default_rng(4).uniform(0.2, 2.5, texts().tokens.shape)
     return np.where(texts().response_mask, drawn, 0.0)
 
 
 @functools.cache
 def directions():
-    """Of unit length, over the policy and the critic alike."""
+    """Directions of unit length in the parameters of policy and critic."""
     rng = np.random.default_rng(3)
 
     def one():
@@ -150,7 +150,7 @@ def moved(params, part: int, number: int, step: float):
 
 @functools.cache
 def raw(number: int = 0, step: float = 0.0):
-    """Logits of the policy, so far along a direction."""
+    """Logits of the policy, moved along a direction."""
     return oracle_updates.logits(moved(POLICY, 0, number, step), MODEL, texts())
 
 
@@ -181,7 +181,7 @@ def critic_values(number: int = 0, step: float = 0.0):
 
 @functools.cache
 def old_values():
-    """Of a critic that is not the one that learns, so that clips bite."""
+    """Values of another critic, so that clipping has an effect."""
     noise = np.random.default_rng(2).normal(0, 0.4, texts().tokens.shape)
     values = np.where(texts().response_mask, critic_values() + noise, 0.0)
     return values.astype(np.float32).astype(np.float64)
@@ -189,7 +189,7 @@ def old_values():
 
 @functools.cache
 def of_trust() -> dict[str, float]:
-    """The same in every case: what the update does with a rollout changes nothing."""
+    """Equal in all cases, because they do not depend on the update."""
     behaviour = rows().sampler_logprobs
     return oracle_statistics.of_trust(
         rows(), behaviour=behaviour, policy=table(), age=ages(), room=SIZE
@@ -198,7 +198,7 @@ def of_trust() -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is run, and the same in the oracle's words."""
+    """A case: the library's options and those of the oracle."""
 
     recipe: Callable[[], Any]
     kl: KL | None = None  # None where no KL is penalised
@@ -432,7 +432,7 @@ class Oracle:
         )
 
     def _of_penalty(self) -> dict[str, float]:
-        """Estimates that are cut at `clip`, or beyond float32, where none is here."""
+        """Shares of estimates that are clipped, or (none here) beyond float32."""
         kl, stats = self.case.kl, {}
         if kl is None:
             return stats
@@ -454,7 +454,7 @@ class Oracle:
         return stats
 
     def _of_surrogate(self) -> dict[str, float]:
-        """Shares of tokens beyond float32 or the dual clip; the slope of soft gates."""
+        """Shares of tokens beyond float32 or the dual clip; slopes of soft gates."""
         case, stats = self.case, {}
         if not case.policy_loss:
             return stats

@@ -1,11 +1,11 @@
-"""Losses whose expected gradient is known, and 20 faults in them."""
+"""Losses with known expected gradients, and 20 planted faults."""
 
 import jax
 import jax.numpy as jnp
 
 
 def own(batch, values):
-    """Values at the policy's own tokens, else 0."""
+    """Values at the policy's tokens, else 0."""
     return jnp.where(batch.mask, values, 0.0)
 
 
@@ -48,7 +48,7 @@ def objective(batch, *, beta=0.3):
 
 
 def weighted_k2_of_responses(batch):
-    """Of an older policy's samples: weighted back to the policy."""
+    """k2 of responses on an older policy's samples, weighted to the policy."""
     weights = jnp.exp(own(batch, batch.logprobs - batch.old_logprobs).sum(axis=1))
     squares = log_ratio(batch).sum(axis=1) ** 2
     return jnp.sum(jax.lax.stop_gradient(weights) * squares) / 2

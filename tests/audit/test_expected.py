@@ -21,7 +21,7 @@ def log_softmax(table):
 
 
 def token_mean_k3(world, policy):
-    """E of k3 over a group of three, by the number of its tokens; samples are fixed."""
+    """E of k3 over a group of three, divided by its tokens, with samples held fixed."""
     rows, columns = world.tokens.shape
     tables = [log_softmax(one) for one in (policy, world.sampler, world.reference)]
     k3, length, probability = np.zeros(rows), np.zeros(rows), np.ones(rows)
@@ -39,7 +39,7 @@ def token_mean_k3(world, policy):
 
 
 def difference(function, table):
-    """[*table.shape, ...], the slope of every number that the function returns."""
+    """[*table.shape, ...], finite differences of every result of a function."""
     table, slopes = np.asarray(table, np.float64), []
     for place in np.ndindex(table.shape):
         step = np.zeros_like(table)
@@ -61,7 +61,7 @@ def test_an_expected_gradient_is_the_sum_over_all_groups(name):
 
 
 def loops(world, policy, *, visits=None):
-    """Each target by loops over responses; `visits` holds how likely each is."""
+    """Each target by loops over responses with their probabilities `visits`."""
     now, ref = log_softmax(policy), log_softmax(world.reference)
     sums = dict.fromkeys(
         (
@@ -131,7 +131,7 @@ def test_worlds_are_what_their_table_says():
 
 
 def test_a_loss_reads_what_a_group_has():
-    """Rewards are 0 until they are asked for, and log-probs those of the tokens."""
+    """Rewards are 0 unless requested, and log-probs are those of the tokens."""
     world = WORLDS["stop token"]
     read = []
 

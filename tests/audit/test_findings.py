@@ -1,4 +1,4 @@
-"""What is found of losses whose gradient is known, and of faults that were planted."""
+"""Findings for losses with known gradients, and for planted faults."""
 
 import audited_losses
 import jax
@@ -65,7 +65,7 @@ def test_beta_stands_beside_the_reward():
 
 
 def test_a_reward_alone_is_the_reward():
-    """Any KL beside it, with β = 0, fits no worse."""
+    """Any KL in addition, with β = 0, fits no worse."""
 
     def reinforce(batch):
         logprobs = audited_losses.own(batch, batch.logprobs).sum(axis=1)
@@ -107,7 +107,7 @@ def test_a_planted_fault_is_found(fault):
 
 
 def of_penalty(penalty):
-    """A penalty's loss as the library's public functions make it, per response."""
+    """The loss of a penalty per response, by the library's public functions."""
 
     def loss(batch):
         shared = {"penalty": penalty, "logprobs": batch.logprobs, "mask": batch.mask}
@@ -155,7 +155,7 @@ def test_the_librarys_own_table_from_its_public_functions(penalty):
 
 
 def distinct():
-    """A penalty per token for each of the gradients that there are."""
+    """One penalty per token for each distinct gradient."""
     every = (
         kl_penalty.Penalty(
             value_estimator=estimator,
@@ -171,7 +171,7 @@ def distinct():
 
 
 def beside_the_targets(world):
-    """{name: f32[states, V]}: gradients that are no KL's, by sums over responses."""
+    """{name: f32[states, V]}: gradients of no KL, by sums over responses."""
 
     def taken(table):
         of_tokens = jax.nn.log_softmax(table)[world.states, world.tokens]
@@ -212,7 +212,7 @@ def beside_the_targets(world):
 @pytest.mark.parametrize("name", distinct())
 @pytest.mark.cases(quick=5)
 def test_each_of_the_librarys_17_gradients_is_the_sum_that_its_name_says(name):
-    """From the public functions alone, where the verdict has names for KLs alone."""
+    """By the public functions alone, since the verdict names only KLs."""
     assert len(distinct()) == 17
     penalty = distinct()[name]
     known = {**audit.targets(STOP), **beside_the_targets(STOP)}

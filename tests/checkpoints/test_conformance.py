@@ -3,8 +3,8 @@
     RLHF_JAX_CONFORMANCE=~/.cache/rlhf-jax-conformance pytest -m slow -rs \\
         tests/checkpoints/test_conformance.py
 
-The folder keeps the environments, which the first run installs. Without the variable,
-or where an environment cannot be installed, the tests of it are skipped.
+The first run installs the environments in that folder. Without the variable, or if
+an environment cannot be installed, its tests are skipped.
 """
 
 import functools
@@ -160,7 +160,7 @@ def test_every_family_is_here():
 
 
 def reads(tokenizer, *, context):
-    """What a tokenizer makes of texts, for the other environment to find as well."""
+    """A tokenizer's ids of texts, which the other environment must also find."""
     ids = [tokenizer(text)["input_ids"] for text in TEXTS]
     messages = [{"role": "user", "content": "the cat"}]
     chat = None
@@ -186,14 +186,14 @@ def reads(tokenizer, *, context):
 
 
 def model_of(name):
-    """The shape, and large numbers on every leaf."""
+    """(shape, parameters with large numbers in every leaf)."""
     family = hf.FAMILIES[name.partition(",")[0]]
     model = family.config_from_hf(CONFIGS[name])
     return model, tiny.params(model)
 
 
 def tokenizer_of(name):
-    """transformers 5 reads Qwen2's class in its folders, whatever they name."""
+    """transformers 5 reads Qwen2's folders with Qwen2's class, whatever they name."""
     options = {"chat_template": CHAT, "extra_special_tokens": ["<tool>"]}
     if name.startswith("qwen2"):
         return qwen(**options)
@@ -201,7 +201,7 @@ def tokenizer_of(name):
 
 
 def save(folder, name):
-    """A model or reward model as trainers save it, and what it computes."""
+    """Saves a model or reward model as trainers do, with its computed outputs."""
     reward = name.endswith(" reward")
     model, params = model_of(name.removesuffix(" reward"))
     tokenizer = tokenizer_of(name)
@@ -243,7 +243,7 @@ def save(folder, name):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A folder of folders."""
+    """A folder of saved folders."""
     root = tmp_path_factory.mktemp("saved")
     for number, name in enumerate(FOLDERS):
         save(root / str(number), name)
@@ -257,7 +257,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=ENVIRONMENTS)
 def program_output(request):
-    """What an environment says of every folder, and its name."""
+    """(an environment's output for every folder, its name)."""
     if VARIABLE not in os.environ:
         pytest.skip(f"{VARIABLE} names no folder for environments of gigabytes")
     home = Path(os.environ[VARIABLE]).expanduser()

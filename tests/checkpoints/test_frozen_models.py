@@ -1,4 +1,4 @@
-"""A reference from a checkpoint: it can score the policy's tokens, or is refused."""
+"""A reference from a checkpoint can score the policy's tokens, or is refused."""
 
 import dataclasses
 
@@ -34,7 +34,7 @@ def load(folder, policy):
 
 @pytest.mark.slow
 def test_another_checkpoint_of_the_policy_s_shape_is_taken(tmp_path, policy, capsys):
-    """However the policy runs, and with a tokenizer or none, which is told."""
+    """For any runtime options of the policy; a missing tokenizer is reported."""
     folder = toy_files.checkpoint(tmp_path, seed=1)
     how = {"dtype": "bfloat16", "remat": "full", "unroll": False, "transposed_rows": 4}
     model = dataclasses.replace(policy.model, **how)
@@ -201,7 +201,7 @@ def test_a_machine_without_the_cpu_s_platform_is_told(policy, monkeypatch):
 
 @pytest.mark.slow
 def test_frozen_models_predict_the_ids_that_the_policy_predicts(tmp_path):
-    """The policy's tokenizer decides, also where theirs has more tokens."""
+    """The policy's tokenizer decides, even if theirs has more tokens."""
     padded = gpt2(vocab_size=30)
     start = pretrained.load(str(toy_files.checkpoint(tmp_path / "p", model=padded)))
     assert start.model.unused_ids == ((24, 30),)
@@ -222,7 +222,7 @@ def test_frozen_models_predict_the_ids_that_the_policy_predicts(tmp_path):
 
 
 def test_a_frozen_model_runs_on_the_backend_of_the_policy(policy):
-    """A plan for GPUs builds beside cudnn what this process cannot compute."""
+    """A plan for GPUs builds cudnn models, which this process cannot compute."""
     model = dataclasses.replace(policy.model, attention="cudnn", head_dim=8)
     here = policy._replace(model=model)
     with pytest.raises(InputError, match="expected a GPU for attention cudnn"):

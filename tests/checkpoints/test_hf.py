@@ -1,4 +1,4 @@
-"""Checkpoints: against recorded transformers outputs, round trips, and bad input."""
+"""Checkpoints: recorded outputs of transformers, round trips, and bad input."""
 
 import dataclasses
 import functools
@@ -43,7 +43,7 @@ def tensors_of(folder):
 
 
 def edited(tmp_path, name, *, options=None, tensors=None):
-    """A copy of a fixture, with options of config.json or all tensors replaced."""
+    """Copies a fixture with options of config.json or all tensors replaced."""
     folder = shutil.copytree(FIXTURES / name, tmp_path / "edited")
     if options is not None:
         file = folder / "config.json"
@@ -332,7 +332,7 @@ def test_every_missing_unknown_and_misshapen_tensor_is_named(tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("devices", [1, 4])
 def test_weights_that_are_not_finite_are_named(tmp_path, dtype, devices):
-    """By tensor and file, counted once however the leaves are cut."""
+    """They are named by tensor and file, and counted once for any split into leaves."""
     tensors = tensors_of(FIXTURES / "gpt2")
     embedding, fused = "transformer.wte.weight", "transformer.h.1.attn.c_attn.weight"
     tensors[embedding][[3, 90], [0, 31]] = np.nan
@@ -669,7 +669,7 @@ def test_a_name_that_is_a_path_is_told_so(monkeypatch, name, message):
 
 
 def test_a_name_without_an_owner_is_refused_first(monkeypatch, tmp_path):
-    """Except old models that the hub has so, and what another program has loaded."""
+    """Except the hub's old models with such names, and names in the local cache."""
     asked, cached = [], {}
 
     def offline(repo_id, **_):

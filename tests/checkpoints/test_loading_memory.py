@@ -1,4 +1,4 @@
-"""A checkpoint is never in the host's memory twice: it goes where it is to lie."""
+"""A checkpoint is never in host memory twice: it is read to its final place."""
 
 import json
 import os
@@ -33,9 +33,9 @@ def checkpoint(tmp_path_factory):
 @pytest.mark.long
 @pytest.mark.parametrize("devices", [1, 8])
 def test_loading_takes_little_more_than_what_is_loaded(checkpoint, devices):
-    """On the CPU the devices' memory is the host's: all of it is counted here.
+    """On the CPU the devices' memory is the host's, so that all of it is counted.
 
-    2.6 GB for 2 GB, as asked of a large one, is 0.6 for Python and for what is read.
+    2.6 GB for a checkpoint of 2 GB leaves 0.6 GB for Python and read buffers.
     """
     done = subprocess.run(
         [

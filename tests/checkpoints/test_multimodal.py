@@ -25,7 +25,7 @@ for_each = pytest.mark.parametrize("name", CHECKPOINTS)
 
 
 def texts(name):
-    """Tokens and masks, padded left and then right, and their logits."""
+    """(tokens, masks, logits), padded left and then right."""
     recorded = np.load(FIXTURES / name / "recorded.npz")
     return (
         np.concatenate([recorded[f"{side}_{what}"] for side in ("left", "right")])
@@ -80,7 +80,7 @@ def test_what_is_saved_is_the_language_model_alone(tmp_path, name, capsys):
 
 @for_each
 def test_a_live_transformers_reads_the_language_model_that_we_save(tmp_path, name):
-    """The extra `parity`: weights and logits of the model without its towers."""
+    """Extra `parity`: compares weights and logits of the model without its towers."""
     torch = pytest.importorskip("torch")
     import transformers
 
@@ -129,7 +129,7 @@ def test_options_beside_the_language_models_go_before_its_own(tmp_path):
 
 
 def test_the_options_of_published_checkpoints(tmp_path):
-    """Gemma 3 4B's config.json names few, and Qwen 3.5's three axes of positions."""
+    """Gemma 3 4B's config.json has few options, Qwen 3.5's three position axes."""
     gemma = {
         "architectures": ["Gemma3ForConditionalGeneration"],
         "model_type": "gemma3",

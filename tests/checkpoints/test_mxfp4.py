@@ -1,4 +1,4 @@
-"""Weights of 4 bits, against a loop over every number of theirs."""
+"""Weights of 4 bits, against a loop over every number."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ def unpacked_one_by_one(blocks, scales):
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
-    """A folder as gpt-oss is published, and what its matrices are."""
+    """(a folder in the format of gpt-oss, its matrices)."""
     rng = np.random.default_rng(0)
     model = hf.FAMILIES["gpt_oss"].config_from_hf(OPTIONS)
     path = tmp_path_factory.mktemp("mxfp4")

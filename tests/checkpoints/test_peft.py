@@ -1,4 +1,4 @@
-"""Adapters in PEFT's layout: against recorded PEFT outputs, round trips, bad input."""
+"""Adapters in PEFT's layout: recorded outputs of PEFT, round trips, bad input."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ def bases():
 
 
 def texts(name):
-    """The texts that the adapters were recorded on, all but the longest."""
+    """The texts of the recorded adapters, without the longest."""
     recorded = np.load(FIXTURES / BASE_OF[name] / "recorded.npz")
     return recorded["left_tokens"][1:], recorded["left_mask"][1:]
 
@@ -53,7 +53,7 @@ def recorded(name, what):
 
 
 def edited(tmp_path, name, *, options=None, tensors=None):
-    """A copy of a fixture, with options of its config or all tensors replaced."""
+    """Copies a fixture with options of its config or all tensors replaced."""
     folder = shutil.copytree(FIXTURES / name, tmp_path / "edited")
     if options is not None:
         content = json.loads((folder / CONFIG).read_text()) | options
@@ -115,7 +115,7 @@ def test_how_they_were_made_is_read(bases):
 
 @pytest.mark.parametrize("name", BASE_OF)
 def test_what_was_read_is_written_as_it_was(tmp_path, bases, name):
-    """The same tensors: a shared A of c_attn is written once again."""
+    """Tensors are equal: a shared A of c_attn is again written once."""
     model, base = bases[name]
     options, adapters = peft.load(FIXTURES / name, model=model, base=base)
     save(tmp_path / "out", adapters, model=model, options=options, base=base)
@@ -173,7 +173,7 @@ def test_what_is_written_is_read_back_to_the_bit(tmp_path, model, options):
 
 @pytest.mark.slow
 def test_three_adapters_of_gpt2_become_one_of_three_times_the_rank(tmp_path):
-    """lora_B · lora_A is the three changes side by side, scaled as they were."""
+    """lora_B · lora_A is the three changes side by side, with their scales."""
     model, options = tiny.GPT2, LoRA(rank=2, alpha=3.0)
     base = toys.freeze(tiny.params(model))
     start = lora.init(jax.random.key(0), model=model, lora=options)
@@ -213,7 +213,7 @@ def test_a_reward_model_s_score_is_written_beside_its_adapters(tmp_path, bases):
 
 @pytest.mark.slow
 def test_the_base_is_known_by_its_fingerprint(tmp_path, bases):
-    """However it is stored; the file for PEFT says nothing that PEFT does not know."""
+    """In any storage; the file for PEFT has only PEFT's own fields."""
     model, base = bases["llama_lora"]
     options, adapters = peft.load(FIXTURES / "llama_lora", model=model, base=base)
     save(tmp_path / "out", adapters, model=model, options=options, base=base)
@@ -434,7 +434,7 @@ def test_peft_gives_the_scores_of_a_reward_model_that_we_save(tmp_path, bases):
 
 @pytest.mark.slow
 def test_equal_adapters_are_equal_files(tmp_path, bases):
-    """To the byte: safetensors itself orders metadata by chance."""
+    """Equal to the byte, although safetensors orders metadata randomly."""
     model, base = bases["gpt2_lora"]
     options = LoRA(rank=2, alpha=4.0)
     adapters = lora.init(jax.random.key(0), model=model, lora=options)

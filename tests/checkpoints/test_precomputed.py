@@ -1,4 +1,4 @@
-"""Reference log-probs of a fixed data set: what is on disk is what live would be."""
+"""Cached reference log-probs of a fixed data set equal live ones."""
 
 import dataclasses
 import json
@@ -39,7 +39,7 @@ def load(folder, rows=ROWS, **changes):
 
 @pytest.fixture
 def never(monkeypatch):
-    """From here on nothing may be computed."""
+    """Forbids further computation once called."""
 
     def refuse(*args, **kwargs):
         raise AssertionError("it was computed again")
@@ -74,7 +74,7 @@ STORED = {"dtype": "int8", "memory": "pinned_host"}
 
 @pytest.mark.parametrize("how", [{}, pytest.param(STORED, marks=pytest.mark.slow)])
 def test_a_cache_equals_live_log_probs_to_the_bit(tmp_path, how, never):
-    """In other batches of the same shape: shuffled, as training would take them."""
+    """In other batches of the same shape, shuffled as in training."""
     reference = frozen.freeze(toys.params(), **how)
     load(tmp_path, reference=reference)
     never()
@@ -124,7 +124,7 @@ def test_any_other_model_data_or_temperature_is_another_file(tmp_path, never):
 
 @pytest.mark.slow
 def test_another_batch_size_is_another_file(tmp_path):
-    """Whose numbers may differ in the last bit, and in no other."""
+    """Its numbers may differ in the last bit only."""
     caches = [load(tmp_path, batch_size=size).logprobs for size in (4, 1)]
     assert len(list(tmp_path.glob("*.npy"))) == 2
     np.testing.assert_allclose(*caches, atol=1e-5)
@@ -223,7 +223,7 @@ def test_rows_are_not_cut(tmp_path):
 
 @pytest.mark.slow
 def test_another_shape_of_one_fingerprint_has_a_file_of_its_own(tmp_path):
-    """Parameters do not say how many heads read them."""
+    """Parameters alone do not determine the number of heads."""
     one = load(tmp_path)
     heads = dataclasses.replace(MODEL, num_heads=4, num_kv_heads=4, head_dim=4)
     other = load(tmp_path, model=heads)

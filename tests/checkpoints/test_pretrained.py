@@ -58,7 +58,7 @@ PADDED = dataclasses.replace(toy_files.MODEL, vocab_size=30)  # for 24 tokens
 
 @pytest.mark.slow
 def test_ids_that_the_tokenizer_lacks_are_never_predicted(tmp_path):
-    """Only where the checkpoint meets its tokenizer; its files stay as they are."""
+    """Only if a checkpoint is loaded with its tokenizer; its files do not change."""
     folder = toy_files.checkpoint(tmp_path / "model", model=PADDED)
     unused = ((24, 30),)
     assert pretrained.described(str(folder)).model.unused_ids == unused
@@ -140,7 +140,7 @@ def test_the_limit_of_rotary_positions_is_said_to_be_an_option(tmp_path):
 
 
 def test_texts_to_watch(tmp_path):
-    """Blocks of plain text share a token; of demonstrations the responses are read."""
+    """Blocks of plain text share a token; demonstrations count by their responses."""
     start = pretrained.load(str(toy_files.checkpoint(tmp_path / "model")))
     plain = tmp_path / "plain.txt"
     plain.write_text("the cat sat\na dog ran so it was good and very bad")

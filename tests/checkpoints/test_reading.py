@@ -1,4 +1,4 @@
-"""Folders as people have them: tied heads, other names, and what stands beside."""
+"""Folders in the wild: tied heads, other tensor names, and additional files."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ def tensors_of(folder):
 
 
 def copied(tmp_path, name, tensors, *, files=1, **options):
-    """A copy of a fixture with these tensors in so many files, and these options."""
+    """Copies a fixture with these tensors in `files` files, and these options."""
     folder = tmp_path / "copied"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -125,7 +125,7 @@ def test_a_head_that_is_the_embedding_is_tied_silently(tmp_path, capsys, name, f
 def test_a_tied_tensor_may_stand_under_the_name_of_the_head(
     tmp_path, name, bare, files
 ):
-    """`safetensors.torch.save_model` keeps one name of two, the first by alphabet."""
+    """`safetensors.torch.save_model` keeps the first of two names in the alphabet."""
     tensors, embedding, head = tied(name)
     options = {"files": files, "tie_word_embeddings": True}
     expected = hf.load(copied(tmp_path, name, tensors, **options))
@@ -163,7 +163,7 @@ def test_a_head_of_another_size_is_misshapen(tmp_path):
 
 
 def test_heads_are_compared_as_numbers_a_part_at_a_time(tmp_path, monkeypatch):
-    """Of a float16 embedding, a head in float32; and of the last row alone."""
+    """A float16 embedding, a float32 head; and a difference in the last row alone."""
     monkeypatch.setattr(shards, "_COMPARED", 100)
     tensors, embedding, head = tied("gpt2")
     tensors[embedding] = tensors[embedding].astype(np.float16)
@@ -219,7 +219,7 @@ def test_a_whole_file_goes_before_an_index(tmp_path, capsys, name, index):
 
 
 def test_the_shape_of_a_damaged_checkpoint_is_that_of_its_config(tmp_path):
-    """What is there of the weights is refused where they are read."""
+    """Its weights are refused only when they are read."""
     folder = copied(tmp_path, "gpt2", tied("gpt2")[0])
     expected = hf.model_config(FIXTURES / "gpt2")
     (folder / shards.WEIGHTS).write_bytes(b"\0" * 20)

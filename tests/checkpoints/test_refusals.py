@@ -1,4 +1,4 @@
-"""An adapter where a model is expected: what to do with it is said."""
+"""An adapter in a model's place: the error says how to merge it."""
 
 import json
 import re
@@ -56,7 +56,7 @@ def test_every_model_that_is_read(tmp_path, adapter):
 
 @pytest.mark.slow
 def test_an_adapter_is_merged_without_pytorch(tmp_path, adapter):
-    """As checkpoints/README.md has it."""
+    """As in checkpoints/README.md."""
     model, base = hf.load(FIXTURES / "gpt2", dtype="float32")
     made, adapters = peft.load(adapter, model=model, base=frozen.freeze(base))
     hf.save(tmp_path / "merged", model, lora.merge(base, adapters, lora=made))

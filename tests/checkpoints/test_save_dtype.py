@@ -1,4 +1,4 @@
-"""The dtype of what is saved: read from the checkpoint, rounded once, or refused."""
+"""The dtype of a saved checkpoint: taken from its source, rounded once, or refused."""
 
 import json
 
@@ -31,7 +31,7 @@ def config_of(folder):
 
 
 def exactly_rounded(x, dtype):
-    """Nearest number of 16 bits, ties to even, by the two neighbours in float64."""
+    """The nearest 16-bit number, ties to even, by its two neighbours in float64."""
     exact = np.asarray(x, np.float64)
     with np.errstate(invalid="ignore"):
         grid = np.arange(1 << 16, dtype=np.uint16).view(dtype).astype(np.float64)
@@ -104,7 +104,7 @@ def test_what_still_rounds_to_the_largest_number_is_kept(tmp_path):
 
 
 def stored(tmp_path, **dtypes):
-    """A folder of tensors of 4 entries each, or as many as a number says."""
+    """A folder of tensors of 4 entries each, or of the given number."""
     folder = tmp_path / "stored"
     folder.mkdir()
     (folder / "config.json").write_text('{"dtype": "float16"}')
@@ -243,7 +243,7 @@ def test_the_score_of_a_reward_model_is_not_rounded(tmp_path):
 @pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("name", hf.SAVE_DTYPES)
 def test_what_is_normalised_is_what_is_saved(tmp_path, name):
-    """The parameters before a save are those after, to the bit."""
+    """Parameters before and after a save are equal to the bit."""
     params = rewards.init(jax.random.key(1), toy_files.params(), model=toy_files.MODEL)
     tiny = jnp.geomspace(1e-8, 1e-4, 16)  # subnormal numbers of float16
     params["trunk"]["final_norm"]["bias"] = tiny

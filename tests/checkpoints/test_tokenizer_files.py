@@ -1,4 +1,4 @@
-"""A tokenizer's files as two versions of transformers read them.
+"""A tokenizer's files, as read by two versions of transformers.
 
 The other version is in tests/programs/load_saved_folders.py.
 """
@@ -21,7 +21,7 @@ TEMPLATE = "{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}"
 
 
 def backend(*, prefix=False, eos=False):
-    """Bytes as tokens, and four special ones."""
+    """A byte tokenizer with four special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {character: i for i, character in enumerate(alphabet)}
     made = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -43,7 +43,7 @@ def fast(*, prefix=False, eos=False, **options):
 
 
 def llama(**options):
-    """A class whose namesake in transformers 4 adds a BOS, whatever its files say."""
+    """A class whose namesake in transformers 4 always adds a BOS."""
     vocab = ["<unk>", "<s>", "</s>", "▁", *"abcdefghijklmnopqrstuvwxyzA:4"]
     return transformers.LlamaTokenizer(
         vocab={token: i for i, token in enumerate(vocab)}, merges=[], **options

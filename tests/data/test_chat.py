@@ -1,4 +1,4 @@
-"""Messages to tokens: what the chat template writes, where an answer ends, BOS once."""
+"""Messages to tokens: the template's text, the end of an answer, and one BOS."""
 
 import functools
 import json
@@ -72,7 +72,7 @@ def byte_tokenizer(template=None, *, adds_bos=False, eos="<eos>", pad="<pad>"):
 
 
 def spelt(*pieces):
-    """Ids of special tokens, and of texts a letter at a time."""
+    """Ids of special tokens, and of texts letter by letter."""
     ids = []
     for piece in pieces:
         letters = piece.replace("\n", "Ċ").replace(" ", "Ġ")
@@ -81,7 +81,7 @@ def spelt(*pieces):
 
 
 def letters(text):
-    """Ids of a text a letter at a time, whatever it says."""
+    """Ids of a text letter by letter, even where it spells a special token."""
     return [IDS[letter] for letter in text.replace("\n", "Ċ").replace(" ", "Ġ")]
 
 
@@ -146,7 +146,7 @@ def test_a_demonstration_is_what_the_template_writes(reader, prompt, answer):
 
 @for_each_family
 def test_pairs_are_texts_or_messages(reader, prompt, answer):
-    """As TRL has them, with the prompt apart or in front of both."""
+    """TRL's formats: the prompt in its own field, or at the start of both sides."""
     conversation, no = [user("Hi")], [*spelt("No"), answer[-1]]
     rows = [
         {"prompt": conversation, "chosen": "Yes", "rejected": "No"},
@@ -172,7 +172,7 @@ def test_gpt2s_tokens(shared_data):
 
 
 def test_bos_is_never_doubled():
-    """Written by a template, by hand or by the tokenizer: by one of them."""
+    """The template, the text or the tokenizer writes it, but only one of them."""
     rows = [{"prompt": [user("Hi")]}, {"prompt": "<bos>Hi"}, {"prompt": "Hi"}]
     bos, hi = IDS["<bos>"], spelt("Hi")
     for template, written in ((GEMMA, 1), (CHATML, 0)):
@@ -275,7 +275,7 @@ def test_conversations_that_a_template_does_not_take(reader, row, message):
 
 
 def test_masks_come_from_lengths_where_the_padding_is_a_real_token():
-    """EOS, or the first token of every prompt."""
+    """The padding token is EOS, or the first token of every prompt."""
     rows = [MESSY, MESSY | {"response": "No, never"}, MESSY | {"prompt": [user("I")]}]
     examples = demonstrate(QWEN, *rows)
     pairs = [Pair(p, r, [*spelt("No"), r[-1]]) for p, r in examples]
@@ -310,7 +310,7 @@ def test_masks_come_from_lengths_where_the_padding_is_a_real_token():
 
 @pytest.mark.slow
 def test_a_packed_conversation_has_the_loss_of_one_alone():
-    """And the gradient; without its segments it would have seen its neighbours."""
+    """So is the gradient; without segments it would attend to its neighbours."""
     answers = ["Yes", "No, never", "So", "Why not?"]
     examples = demonstrate(QWEN, *(MESSY | {"response": text} for text in answers))
     # Of a text without a prompt nothing predicts the first token, not even a neighbour.
@@ -459,7 +459,7 @@ TURNS = {"the cat": "sat", "a dog": "ran so"}
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory):
-    """A small model after SFT on packed conversations, and what it says of that."""
+    """(a small model after SFT on packed conversations, its output)."""
     folder = tmp_path_factory.mktemp("chat")
     model = toy_files.checkpoint(folder / "model")
     (model / "chat_template.jinja").write_text(
@@ -498,7 +498,7 @@ def test_sft_learns_packed_conversations(tuned):
 
 @pytest.mark.slow
 def test_ppo_asks_with_messages(tuned, tmp_path, monkeypatch):
-    """And its reward reads them."""
+    """The reward reads them too."""
     (tmp_path / "judging.py").write_text(
         "def score(prompts, responses, rows):\n"
         "    assert prompts == [row['prompt'] for row in rows]\n"

@@ -24,7 +24,7 @@ WORDS = {"<pad>": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4, "c": 5, "d": 6}
 
 
 def word_tokenizer(**special):
-    """A token a word, and <s> before what takes special tokens, as Llama has it."""
+    """One token per word; adds <s> like Llama's tokenizer."""
     words = tokenizers.Tokenizer(
         tokenizers.models.WordLevel(WORDS | {"?": 7}, unk_token="?")
     )
@@ -194,7 +194,7 @@ def test_a_digest_tells_token_lists_apart():
 
 
 def test_a_checkpoint_without_a_tokenizer():
-    """transformers makes an empty one of its config.json."""
+    """transformers makes an empty tokenizer from its config.json."""
     folder = places.FIXTURES / "gpt2"
     with pytest.raises(InputError, match=r"got none of its files; .*--tokenizer"):
         tokenization.load_tokenizer(folder)

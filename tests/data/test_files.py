@@ -1,4 +1,4 @@
-"""Files to rows: what is read, and what each malformed file is told."""
+"""Files to rows, and the message for each malformed file."""
 
 import json
 import pickle
@@ -226,7 +226,7 @@ def test_human_preferences(shared_data):
 
 
 def test_answers_of_nothing(write):
-    """Kept, unless the reader asks otherwise: EOS alone is an answer too."""
+    """Kept by default, as EOS alone is also an answer."""
     rows = [
         {"prompt": "a", "chosen": "b", "rejected": "c"},
         {"prompt": "d", "chosen": " \n", "rejected": "c"},

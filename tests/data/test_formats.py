@@ -1,4 +1,4 @@
-"""Files as people have them: told apart, and refused by name without `datasets`."""
+"""File formats are recognised, and refused by name without `datasets`."""
 
 import bz2
 import gzip

@@ -1,4 +1,4 @@
-"""Which ids have a token: tails, holes, added tokens, several ids of one text."""
+"""Ids without a token: tails, holes, added tokens, several ids of one text."""
 
 import types
 

@@ -23,7 +23,7 @@ ORDER = np.array([[0, 3, 5], [4, 1, 2], [2, 5, 1], [0, 4, 3]])
 
 @st.composite
 def runs(draw):
-    """A form, lengths of a batch and how wide its prompts are padded."""
+    """Draws (form, lengths of a batch, columns of its padded prompts)."""
     form = dataclasses.replace(
         FORM,
         devices=draw(st.sampled_from([1, 2, 3])),
@@ -37,7 +37,7 @@ def runs(draw):
 
 
 def expected(lengths, *, form, prompt_columns):
-    """{padded token: the token before it} of all that a head is asked for."""
+    """{padded token: the token before it}, for every token that a head predicts."""
     sources = {}
     columns = prompt_columns + form.max_new_tokens
     for row, (prompt, response) in enumerate(lengths.tolist()):
@@ -50,7 +50,7 @@ def expected(lengths, *, form, prompt_columns):
 
 
 def check(packing, members, lengths, *, form, prompt_columns):
-    """One part: what stands in it is `expected` of its members, told by loops."""
+    """Checks by loops that one part contains `expected` of its members."""
     columns = prompt_columns + form.max_new_tokens
     source, segments = np.asarray(packing.source), np.asarray(packing.segments)
     groups = packing.states.shape[0]
@@ -120,7 +120,7 @@ def test_every_token_stands_once_beside_its_text(run):
 
 
 def visible_from(packing, group, state):
-    """Padded tokens that a state has seen, told by segments and prefixes alone."""
+    """The padded tokens visible to a state, by segments and prefixes alone."""
     rows = packing.source.shape[0] // packing.states.shape[0]
     width = packing.source.shape[1]
     row, column = group * rows + state // width, state % width
@@ -182,7 +182,7 @@ def numpy_of(packing):
 
 
 def test_the_ends_of_texts_by_hand():
-    """A reward model reads the state of the last token, at a column of its own."""
+    """A reward model reads the state of each text's last token."""
     form = Form(rows=2, num_minibatches=1, max_new_tokens=3, width=8, ends=True)
     lengths = np.array([[1, 2], [2, 2]])
     packer = layouts.Packer(form, sample=lengths)
@@ -193,7 +193,7 @@ def test_the_ends_of_texts_by_hand():
 
 
 def test_an_iteration_by_hand():
-    """The drawing of models/packing.py: prompts a and d e, responses b c and f g."""
+    """The example of models/packing.py: prompts a and d e, responses b c and f g."""
     form = Form(rows=2, num_minibatches=1, max_new_tokens=3, width=6)
     lengths = np.array([[1, 2], [2, 2]])
     packer = layouts.Packer(form, sample=lengths)
@@ -215,7 +215,7 @@ def test_an_iteration_by_hand():
 
 
 def test_sizes_of_a_long_run_are_few_and_hold_what_comes():
-    """Lengths like the sample's are packed; equal ones of full length stay padded."""
+    """Lengths like the sample's are packed; equal full lengths stay padded."""
     rng = np.random.default_rng(0)
     form = Form(rows=64, num_minibatches=4, max_new_tokens=48, width=64)
 
@@ -269,7 +269,7 @@ def test_a_reserve_has_a_branch_where_a_batch_needs_it_and_nowhere_else():
 
 
 def half_prompts(responses):
-    """64 texts whose prompts fill half of a padded row of 64."""
+    """64 texts whose prompts fill half of a padded row of 64 columns."""
     return np.stack([np.full(64, 32), responses], axis=1).astype(int)
 
 
@@ -294,7 +294,7 @@ def test_the_width_is_the_narrowest_that_packs_well():
     ],
 )
 def test_texts_that_grew_alone_in_wide_rows_are_left_padded(bound, left):
-    """64 rows of 96 tokens are more than the padded ones, of 64."""
+    """64 rows of 96 columns are more than 64 padded rows of 64 columns."""
     form = dataclasses.replace(widths()[-1], **bound)
     packer = layouts.Packer(form, sample=half_prompts(np.full(64, 14)))
     order = np.arange(64).reshape(4, 16)
@@ -322,7 +322,7 @@ def test_what_does_not_fit_is_told():
 
 
 def test_spans_count_tokens():
-    """Of the prompt, and of all that follows: the last row observes two tokens."""
+    """Spans of the prompt and of all that follows; the last row observes two tokens."""
     mask = [[0, 1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1, 0]]
     response = [[0, 0, 1, 1, 0, 0, 0], [0, 0, 1, 0, 0, 0, 0], [0, 0, 1, 0, 0, 1, 0]]
     nothing = np.zeros((3, 7), np.float32)

@@ -1,4 +1,4 @@
-"""Pairs to packed rows: nothing lost, nothing mixed, and the same every time."""
+"""Packing of pairs loses nothing, mixes nothing, and is deterministic."""
 
 import time
 
@@ -33,7 +33,7 @@ def size(pair):
 
 
 def texts_of(batch, row, pair):
-    """((prompt, answer) chosen, rejected) of one pair, read out of a batch."""
+    """[(prompt, answer) of the chosen, of the rejected text] of one pair in a batch."""
     texts = []
     for segment in (2 * pair + 1, 2 * pair + 2):
         mine = batch.segments[row] == segment
@@ -111,7 +111,7 @@ def stream(**options):
 
 
 def row_by_row(sizes, *, width):
-    """First fit as it is said: every row is asked, from the first."""
+    """First fit by its definition: tries every row from the first on."""
     room = np.full(len(sizes), width)
     filled = []
     for place, size in enumerate(sizes):
@@ -130,7 +130,7 @@ def test_first_fit_is_that_of_asking_every_row(sizes, width):
 
 @pytest.mark.slow
 def test_first_fit_does_not_ask_every_row():
-    """16 times the sizes, most of them in rows of their own."""
+    """With 16 times as many sizes, most in a row of their own."""
 
     def seconds(count):
         sizes = np.random.default_rng(0).integers(5, 10, count).tolist()

@@ -1,4 +1,4 @@
-"""Held-out rows: by prompt, as many as asked for, and as before without shared ones."""
+"""Held-out rows: by prompt, in the requested number, and stable across versions."""
 
 import itertools
 from collections import Counter
@@ -20,7 +20,7 @@ def example(prompt: int, number: int) -> Example:
 
 
 def one_by_one(rows, *, share, seed):
-    """What `hold_out` was before rows were held out by prompt."""
+    """The `hold_out` of earlier versions, without regard to prompts."""
     count = max(round(share * len(rows)), 1)
     held_out = set(np.random.default_rng(seed).permutation(len(rows))[:count].tolist())
     training = [row for i, row in enumerate(rows) if i not in held_out]

@@ -1,4 +1,4 @@
-"""The same rows are still the same tokens: those of recorded runs, and real files."""
+"""Tokens of recorded runs and real files have not changed."""
 
 import json
 

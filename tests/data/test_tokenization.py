@@ -1,4 +1,4 @@
-"""Whether two tokenizers give the same ids, by tokens and by texts."""
+"""Comparing two tokenizers by their tokens and by the ids of texts."""
 
 import pytest
 import tokenizers
@@ -11,7 +11,7 @@ LETTERS = "abc "
 
 
 def pairs(*merges, more=(), lower=False):
-    """Letters that merge into pairs, in an order of ranks; all ids are the same."""
+    """A tokenizer of letters and pairs with these merge ranks; ids never differ."""
     tokens = ["<eos>", *LETTERS, "ab", "bc", "abc", *more]
     model = tokenizers.models.BPE(
         {token: i for i, token in enumerate(tokens)},

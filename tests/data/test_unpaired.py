@@ -1,4 +1,4 @@
-"""Single responses with a label: rows, mismatched responses, what is refused."""
+"""Single responses with labels: rows, mismatched responses, refused input."""
 
 import time
 
@@ -65,7 +65,7 @@ def test_each_text_has_a_response_to_another_prompt(tmp_path, tokenizer):
 
 
 def searched(prompts, *, seed):
-    """Which text gives each its mismatched response, looked for one after another."""
+    """The text that gives each text its mismatched response, by linear search."""
     order = np.random.default_rng(seed).permutation(len(prompts)).tolist()
     others = {}
     for turn, place in enumerate(order):

@@ -1,4 +1,4 @@
-"""Rows whose columns are shared by devices give the numbers of one device."""
+"""Rows with columns sharded over devices give the numbers of one device."""
 
 import dataclasses
 
@@ -44,7 +44,7 @@ ROWS, COLUMNS = 8, 29  # which no mesh divides
 
 
 def texts():
-    """Tokens and mask, padded on both sides."""
+    """Tokens and mask, padded left and right."""
     rng = np.random.default_rng(0)
     column = np.arange(COLUMNS)
     left, right = rng.integers(0, 14, ROWS), rng.integers(0, 8, ROWS)
@@ -54,7 +54,7 @@ def texts():
 
 
 def computed(params, tokens, mask, *, model):
-    """Every number that is read from hidden states, and a gradient of them all."""
+    """Every number computed from hidden states, and the gradient of their sum."""
     score = {"kernel": jnp.linspace(-1, 1, 32), "bias": jnp.float32(0.3)}
     weights = jnp.sin(jnp.arange(mask.size, dtype=jnp.float32)).reshape(mask.shape)
 
@@ -140,7 +140,7 @@ def test_numbers_and_gradients_are_those_of_one_device(name, shape, engine):
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
 def test_no_device_holds_a_row_of_hidden_states_or_its_logits():
-    """Asserted on the compiled program, where columns stand apart by their number."""
+    """Asserted on the compiled program, where the number of columns is unique."""
     model = dataclasses.replace(LLAMA, attention="blockwise", max_positions=400)
     mesh = MeshShape(fsdp=2, context=4).make()
     columns = 8 * 47
@@ -167,7 +167,7 @@ def test_no_device_holds_a_row_of_hidden_states_or_its_logits():
 
 
 def test_columns_are_balanced():
-    """Every device has the same number of keys before its queries."""
+    """The queries of every device see the same number of keys."""
     columns = axes.balanced(48, count=4).reshape(4, -1)
     assert sorted(columns.reshape(-1)) == list(range(48))
     assert len(set((columns + 1).sum(axis=1).tolist())) == 1
@@ -205,7 +205,7 @@ def test_auto_leaves_an_engine_that_has_no_context_axis():
 
 
 def test_auto_passes_keys_round_that_are_too_many_to_gather():
-    """256k tokens of two heads of 512 numbers, in bfloat16, are a GiB."""
+    """256k tokens of two heads of 512 numbers take 1 GiB in bfloat16."""
     model = dataclasses.replace(LLAMA, head_dim=512, dtype="bfloat16", attention="auto")
     options = {"backend": "tpu", "context": 4}
     assert layout.choose(model, columns=2**18, **options).engine == "splash"
@@ -216,7 +216,7 @@ def test_auto_passes_keys_round_that_are_too_many_to_gather():
 
 
 def test_rows_that_no_devices_share_have_no_ring():
-    """Prompts that are sampled from, and a reference on a mesh of its own."""
+    """Prompts to sample from, and a reference on its own mesh."""
     model = dataclasses.replace(LLAMA, attention="ring")
     options = {"columns": 4096, "backend": "cpu"}
     assert layout.choose(model, **options, context=4) == ("ring", "as asked")

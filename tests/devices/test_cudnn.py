@@ -1,4 +1,4 @@
-"""Attention by cuDNN, compiled for an H100 where none is (extra `plan-cuda`)."""
+"""Attention by cuDNN, compiled for an absent H100 (extra `plan-cuda`)."""
 
 import importlib.util
 import json
@@ -37,7 +37,7 @@ def program_output():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_kernel_is_called_forward_and_backward(program_output, name):
-    """Of full parameters and adapters, whose shapes are made without it."""
+    """For full parameters and adapters; shapes are computed without the kernel."""
     assert "H100" in program_output["device"]
     kernel = "fmhaSoftmax"  # causal by itself, without a bias
     assert program_output[name] == [kernel, f"{kernel}Backward"]

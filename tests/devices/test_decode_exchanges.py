@@ -1,4 +1,4 @@
-"""Adapters add no exchange to a decoded token where `tensor` shares the layers."""
+"""Adapters add no collective to a decoded token where `tensor` shards the layers."""
 
 import gate
 import jax
@@ -44,7 +44,7 @@ def responses(base, adapters):
 
 
 def compiled(shape, adapters):
-    """The program, and what it reads; adapters are spread as those of a large model."""
+    """The program and its inputs; adapters are sharded like those of a large model."""
     mesh = shape.make()
     placed = tuple(
         sharding.place(tree, mesh=mesh, small=2 * MODEL.hidden_size)

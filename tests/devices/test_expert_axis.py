@@ -1,4 +1,4 @@
-"""Experts on several devices: numbers of one device, and rows that travel to them."""
+"""Experts on several devices give one device's numbers; rows travel to them."""
 
 import dataclasses
 import functools
@@ -91,7 +91,7 @@ undefined_beyond.defvjp(
 
 @pytest.mark.slow
 def test_places_without_a_row_may_hold_anything(monkeypatch):
-    """Kernels of TPUs leave them unwritten, in products and in gradients."""
+    """TPU kernels leave them unwritten, in products and in gradients."""
 
     def product(x, w, *, sizes, load):
         count = sizes.sum()

@@ -1,4 +1,4 @@
-"""A reference in host memory, as the TPU compiler sees it (extra `plan`)."""
+"""A reference in host memory, compiled for a TPU (extra `plan`)."""
 
 import functools
 import importlib.util
@@ -65,7 +65,7 @@ def test_a_reference_on_the_host_is_a_host_argument(program_output, params, way)
 def test_the_device_holds_two_layers_and_the_embedding_at_most(
     program_output, params, way
 ):
-    """Beside what scoring takes without a reference, the critic's pass."""
+    """Beyond the peak of scoring without a reference, which is the critic's pass."""
     layer = storage.nbytes(params["layers"]) / compile_for_tpu.MODEL.num_layers
     room = 2 * layer + storage.nbytes(params["embed"])
     assert peak(program_output[way]) <= peak(program_output["none"]) + room

@@ -1,6 +1,6 @@
-"""Of four processes on two hosts some are lost, and the run goes on to the bit.
+"""A run of four processes on two hosts loses some, and resumes to the bit.
 
-The hosts are network namespaces; `programs/kill_hosts.py` loses as many as one likes.
+The hosts are network namespaces; `programs/kill_hosts.py` runs more such losses.
 """
 
 import kill_hosts

@@ -173,7 +173,7 @@ def fresh():
 
 
 def iterate(train, *, prompts, reference, reference_mesh=None):
-    """One iteration, the reference run by a program of its own."""
+    """One iteration, with a separate program for the reference."""
     answered = sample(train.policy, prompts=prompts, key=KEY)
     moved = frozen.beside(reference, answered)
     if reference_mesh is None:
@@ -210,7 +210,7 @@ def check_equal(output, plain):
 
 @pytest.mark.long
 def test_a_reference_by_rules_of_its_own(plain):
-    """On every device but for the vocabulary, where the policy is fully sharded."""
+    """The reference shards only the vocabulary; the policy is fully sharded."""
     rules = {**sharding.RULES, "embed": None, "heads": None, "mlp": None}
     with jax.set_mesh(MESH.make()):
         reference = sharding.place(toys.freeze(REFERENCE), rules=rules)

@@ -1,6 +1,6 @@
-"""The experiments on meshes of 8 devices, against the same runs on one device.
+"""Runs on meshes of 8 devices, against the same runs on one device.
 
-The record is compared: the same answers are drawn, and every metric agrees.
+Records are compared: the responses are equal, and every metric agrees.
 """
 
 import contextlib
@@ -93,7 +93,7 @@ def alone(files, tmp_path_factory):
 
 
 def assert_same(run_folder, expected, *, extra=frozenset(), close=1e-4):
-    """The same answers and metrics, and numbers that differ by rounding alone."""
+    """Asserts equal responses, and metrics that differ only by rounding."""
     lines = [(run / "samples.jsonl").read_text() for run in (run_folder, expected)]
     if expected.joinpath("samples.jsonl").stat().st_size:
         a, b = ([json.loads(line) for line in text.splitlines()] for text in lines)
@@ -125,7 +125,7 @@ def assert_same(run_folder, expected, *, extra=frozenset(), close=1e-4):
 
 @pytest.mark.long
 def test_ppo_goes_on_with_the_run_on_another_mesh(files, alone, tmp_path):
-    """On (2, 2, 2) until a signal stops it, then on (1, 4, 1) beside (1, 1, 4)."""
+    """On (2, 2, 2) until a signal stops it, then on (1, 4, 1) and (1, 1, 4)."""
     stopped = tmp_path / "run"
     stopping = ("--reward=mesh_rewards:stopping",)
     with pytest.raises(SystemExit) as stop:
@@ -155,7 +155,7 @@ def test_ppo_with_a_reference_elsewhere(files, alone, argv, tmp_path):
 
 @pytest.mark.long
 def test_ppo_with_a_critic_elsewhere(files, alone, tmp_path):
-    """Stopped by a signal and continued, on one device and four of the critic's."""
+    """Stopped by a signal and resumed, with the critic on one device and on four."""
     out, argv = tmp_path / "run", ("--placement.critic=last:data=2,tensor=2",)
     stopping = ("--reward=mesh_rewards:stopping",)
     with pytest.raises(SystemExit) as stop:
@@ -194,7 +194,7 @@ PACKED = ("--packing=auto,max_tokens_per_device=8",)
 
 
 def test_packed_rows_on_a_mesh(files, alone, tmp_path):
-    """Cut by tokens on (2, 2, 2), where rows are in four groups."""
+    """Micro-batches cut by tokens on (2, 2, 2), whose rows form four groups."""
     out = run_ppo(tmp_path / "run", files, MESH, *PACKED)
     assert_same(out, alone)
     used = json.loads((out / "summary.json").read_text())["packing"]["used"]
@@ -203,7 +203,7 @@ def test_packed_rows_on_a_mesh(files, alone, tmp_path):
 
 @pytest.mark.long
 def test_packed_rows_of_models_with_devices_of_their_own(files, tmp_path):
-    """Reward model and critic elsewhere; the critic's rows are in other groups."""
+    """Reward model and critic are elsewhere; the critic's rows form other groups."""
     argv = ("--reward-model=FILES/scorer",)
     elsewhere = ("--placement.critic=last:data=2", "--placement.reward=last")
     run_folder = run_ppo(tmp_path / "apart", files, *elsewhere, *PACKED, reward=argv)
@@ -215,7 +215,7 @@ def test_packed_rows_of_models_with_devices_of_their_own(files, tmp_path):
 
 @pytest.fixture(scope="module")
 def one_step_behind(files):
-    """Every rollout drawn by the policy before the update, on one device, by hand."""
+    """A loop by hand on one device: the policy before the update draws each rollout."""
     argv = ["--out=none", f"--model={files}/model", f"--prompts={files}/prompts.jsonl"]
     options = command_line.parse(
         rlhf_jax.train.methods.ppo.Config,
@@ -295,7 +295,7 @@ def test_rollouts_are_drawn_while_the_last_are_learned_from(
 
 @pytest.mark.long
 def test_an_older_sampler_is_corrected_for(files, tmp_path):
-    """Recomputed log-probs are of the trainer now; the tokens are a version older."""
+    """Recomputed log-probs are of the current policy; tokens are one version older."""
     argv = (
         *("--placement.policy=data=1", "--placement.sampler=last:data=1"),
         "--sampler-correction=mask,cap=2,floor=0.5,level=sequence",
@@ -414,7 +414,7 @@ def test_pairs_whose_columns_are_shared(files, name, tmp_path):
         (
             ("--placement.critic=last:data=4", "--max-ratio-mean=10"),
             "--placement.critic: expected none with --max-ratio-mean, as a guard "
-            "leaves out a step of both",
+            "skips a step of both",
         ),
         (
             ("--placement.policy=data=8", "--placement.critic=last:data=4"),

@@ -1,6 +1,6 @@
-"""Arrays go from some devices to others by one program on all of them.
+"""One program on all devices moves arrays from some devices to others.
 
-Here the program itself, on one process; of two `programs/rows_of_processes.py` moves.
+Here the program runs in one process; `programs/rows_of_processes.py` uses two.
 """
 
 import jax
@@ -63,7 +63,7 @@ def test_every_bit_comes_to_its_device(dtype, new):
 
 
 def test_stacks_of_layers_and_scalars():
-    """Layers go one at a time, but where they are what is shared."""
+    """Layers move one at a time, except where the layer axis is sharded."""
     stack = numbers(4, 8, 4)
     check(stack, (OLD, PartitionSpec(None, "b", "a")), (NEW, PartitionSpec(None, "c")))
     check(stack, (OLD, PartitionSpec("a")), (NEW, PartitionSpec("c")))

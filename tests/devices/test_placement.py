@@ -1,4 +1,4 @@
-"""Where each role is: the forms of a place, meshes over devices, and the table."""
+"""Placement of the roles: forms of a place, meshes over devices, and the table."""
 
 import dataclasses
 from typing import NamedTuple
@@ -38,7 +38,7 @@ FORMS = {
 
 
 def axes(**sizes):
-    """The axes of a mesh by name, 1 where none is given, but of those few runs have."""
+    """A mesh's axes by name, 1 by default; rarely used axes only if given."""
     shape = dataclasses.asdict(MeshShape(**sizes))
     few = {axis for axis in ("dcn", "expert") if axis not in sizes}
     return {axis: size for axis, size in shape.items() if axis not in few}
@@ -56,7 +56,7 @@ def test_a_place_is_read_and_written(text):
 
 
 def test_one_place_has_one_record():
-    """Or a resume would refuse the place that the run has."""
+    """Otherwise a resume would refuse the run's own place."""
     assert Place.parse("last:data=1") == Place("last", ONE_DEVICE) == Place("last")
     assert str(Place("last", ONE_DEVICE)) == "last"
     # On the policy's devices a mesh of one is another place than the policy's.
@@ -130,7 +130,7 @@ def test_devices_that_do_not_suffice(options, message):
 
 @pytest.mark.parametrize("role", ["reference", "reward"])
 def test_a_place_that_does_not_fit_is_told_by_its_option(role):
-    """Before any weights are read: trainers begin with the policy's mesh."""
+    """The error precedes any reading of weights: the policy's mesh comes first."""
     wide = Placement(
         policy=FOUR, critic=Place("last", FOUR), **{role: Place.parse("tensor=8")}
     )
@@ -174,7 +174,7 @@ class Device(NamedTuple):
 
 
 def test_processes_share_their_devices(monkeypatch):
-    """Each gives as many of its last ones, in whatever order the devices are."""
+    """Each process gives equally many of its last devices, in any device order."""
     devices = [Device(number, number // 4) for number in range(8)]
     for order in (devices, devices[::-1]):
         mine, last = (sorted(part) for part in split(order, last=4))
@@ -209,7 +209,7 @@ def test_processes_share_their_devices(monkeypatch):
     ],
 )
 def test_a_frozen_copy_is_where_its_place_says(text, expected):
-    """On the devices, sharded as the rules say, and with the same numbers."""
+    """It is on the devices, sharded by the rules, with equal numbers."""
     four = ReferencePlacement(policy=FOUR, reference=Place("last", FOUR))
     mesh, place = four.policy_mesh(), Place.parse(text)
     params = sharding.place(toys.params(), mesh=mesh)

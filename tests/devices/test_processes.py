@@ -1,6 +1,6 @@
-"""Two processes with two devices each, on this machine: one run like any other.
+"""Two processes with two devices each, on this machine, form one run.
 
-What they write is compared with the run of one process on one device.
+Their files are compared with the run of one process on one device.
 """
 
 import importlib.util
@@ -108,7 +108,7 @@ def start(
     signal_at=None,
     cache=None,
 ):
-    """The processes of a run; `signal_at` is call of the reward, process, signal."""
+    """Starts a run's processes; `signal_at`: (call of the reward, process, signal)."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -144,7 +144,7 @@ def start(
 
 
 def run(*args, expected=0, **options):
-    """What each process said, on stdout and on stderr."""
+    """(stdout, stderr) of each process."""
     running = start(*args, **options)
     outputs = [process.communicate(timeout=400) for process in running]
     for process, (_, error) in zip(running, outputs, strict=True):
@@ -253,7 +253,7 @@ SPLIT = "--placement.sampler=data=2,tensor=2"
 def test_each_process_plays_episodes_of_its_own(
     files, trainer, options, meshes, tmp_path
 ):
-    """With tensor=4 both have all rows, and what the first one played counts."""
+    """With tensor=4 both processes have all rows; the first one's episodes count."""
     two, one = tmp_path / "two", tmp_path / "one"
     run(trainer, files, two, *PLAYED[trainer], *options, *meshes)
     alone(trainer, files, one, *PLAYED[trainer], *options)
@@ -320,7 +320,7 @@ def test_two_processes_ask_a_server_as_one_does(files, tmp_path, staleness, vers
 @pytest.mark.long
 @pytest.mark.parametrize("behind", [(), BEHIND])
 def test_a_sampler_that_fails_ends_all_processes(files, tmp_path, behind):
-    """No process loads weights within a hundredth of a second."""
+    """No process can load weights within a hundredth of a second."""
     argv = (*OUTSIDE[:-1], *behind, "--sampler=process,timeout=0.01,tries=1", MESH)
     outputs = run("grpo", files, tmp_path / "out", *argv, expected=1)
     for _, error in outputs:
@@ -352,7 +352,7 @@ APART = {
 @pytest.mark.long
 @pytest.mark.parametrize("name", APART)
 def test_roles_on_devices_of_two_processes(files, tmp_path, name):
-    """Two of four devices against one of eight, which need not be the same ones."""
+    """Two of four devices against one of eight; the devices may differ."""
     trainer, *argv = APART[name]
     run(trainer, files, tmp_path / "two", *argv, devices=4)
     run(trainer, files, tmp_path / "one", *argv, count=1, devices=8)
@@ -488,7 +488,7 @@ with processes.last_words("stopped: one is lost"):
 
 @pytest.mark.slow
 def test_an_interrupt_of_the_terminal_is_no_loss():
-    """Ctrl-C goes to the process that would say so too."""
+    """Ctrl-C also reaches the process that would report the loss."""
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED],
         env=os.environ | {"PYTHONPATH": places.PYTHONPATH},
@@ -503,7 +503,7 @@ def test_an_interrupt_of_the_terminal_is_no_loss():
 
 @pytest.fixture(scope="module")
 def whole(files, tmp_path_factory):
-    """PPO in one go, by one process on one device."""
+    """An unbroken PPO run of one process on one device."""
     out = tmp_path_factory.mktemp("whole") / "run"
     alone("ppo", files, out, *PPO)
     return out
@@ -601,7 +601,7 @@ def test_rows_lie_where_each_process_says(tmp_path):
     ],
 )
 def test_every_row_of_a_tpu_slice_has_a_process(topology, shape):
-    """They need not be neighbours: axes follow the torus, not the hosts."""
+    """The devices need not be neighbours: axes follow the torus, not the hosts."""
     devices = compiled.slice_of(topology)
     blocks = row_sharding._blocks(shape.make(devices))
     assert len(blocks) == len({device.process_index for device in devices})
@@ -646,7 +646,7 @@ def test_groups_that_are_none(options, message):
     ],
 )
 def test_a_process_alone_on_its_host_has_all_gpus(monkeypatch, environment, expected):
-    """None: JAX chooses, under Slurm and Open MPI one GPU."""
+    """With None, JAX chooses: under Slurm and Open MPI it takes one GPU."""
     for name in ("SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():

@@ -1,4 +1,4 @@
-"""Compiled programs are kept for the next start, which computes the same bits."""
+"""Compiled programs are cached for the next start, which computes equal bits."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ VARIABLES = ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE")
 
 @pytest.fixture
 def unset():
-    """JAX as a user's shell has it; put back afterwards."""
+    """Resets JAX's cache options to a user's defaults, and restores them afterwards."""
     names = {
         "jax_compilation_cache_dir": None,
         "jax_enable_compilation_cache": True,
@@ -40,7 +40,7 @@ def files(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def start(out: Path, *argv: object, home: Path) -> subprocess.CompletedProcess:
-    """A run of a few steps as a user starts it, each process new."""
+    """Runs a few steps as a user would, each time in a new process."""
     environment = {
         name: value for name, value in os.environ.items() if name not in VARIABLES
     }

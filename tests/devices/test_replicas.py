@@ -1,4 +1,4 @@
-"""Replicas that have all weights, on one process and on several."""
+"""Replicas with all weights, in one process and in several."""
 
 import importlib.util
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ def test_a_replica_has_all_weights_and_its_devices_share_them():
 
 
 def test_a_replica_has_whole_what_no_tensor_axis_shares():
-    """Adapters that fsdp shared, however large: a replica draws by itself."""
+    """Also large adapters that fsdp shards, as a replica draws by itself."""
     query = {"lora_a": jax.numpy.ones((1, 2**15, 48))}  # [L, D, r], above SMALL
     params = {"layers": {"attention": {"query": query}}}
     mesh = MeshShape(fsdp=4, tensor=2).make()
@@ -44,7 +44,7 @@ def test_a_replica_has_whole_what_no_tensor_axis_shares():
 
 
 def test_every_process_divides_its_own_devices(monkeypatch):
-    """Devices of two processes, in turn."""
+    """The devices of two processes alternate."""
     monkeypatch.setattr(replicas, "Mesh", lambda array, *_, **__: array)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     devices = [SimpleNamespace(process_index=at // 2 % 2, id=at) for at in range(8)]

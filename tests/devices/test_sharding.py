@@ -1,4 +1,4 @@
-"""Where things lie on a mesh, and that a program's numbers do not depend on it."""
+"""Shardings on a mesh, which do not change a program's numbers."""
 
 import dataclasses
 import functools
@@ -170,7 +170,7 @@ def test_frozen_models_stored_in_int8_lie_as_their_parameters():
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_nothing_large_is_on_every_device_unsaid(model, shape):
-    """The property: above `small` a leaf is sharded, or the rules are refused."""
+    """A leaf larger than `small` is sharded, or the rules are refused."""
     mesh = shape.make()
     tree = jax.eval_shape(lambda: fresh(model))
     small = 16 * model.hidden_size
@@ -205,7 +205,7 @@ def test_rules_that_are_refused(rules, message):
 
 @functools.cache
 def shapes_of_known_models():
-    """{name: (its parameters, adapters of rank 16)}."""
+    """{name: (shapes of its parameters, of adapters of rank 16)}."""
     shapes, key = {}, jax.random.key(0)
     for name, model in registry.KNOWN.items():
         rank = lora.LoRA(rank=16)
@@ -226,7 +226,7 @@ def shapes_of_known_models():
 )
 @pytest.mark.slow
 def test_adapters_lie_on_every_mesh_that_their_base_takes(shape):
-    """Rank 16 at the real shapes of all known models; none is on every device."""
+    """At the real shapes of all known models, no adapter of rank 16 is replicated."""
     mesh, refused = shape.make(), []
     for name, (base, adapters) in shapes_of_known_models().items():
         try:
@@ -290,7 +290,7 @@ def test_spread_adapters_give_the_same_logprobs_and_gradients(shape):
 
 
 def test_scales_of_a_kernel_that_is_sharded_along_them_are_on_every_device():
-    """Those of 70B's MLP in int8 are 80 x 28,672, of its kernel 8,192 times as many."""
+    """70B's MLP in int8 has 80 x 28,672 scales, and 8,192 times as many weights."""
     shape = jax.ShapeDtypeStruct((80, 1, 28_672), np.float32)
     kernel = jax.ShapeDtypeStruct((80, 8192, 28_672), jnp.int8)
     stored = {"mlp": {"gate": {"kernel": {"values": kernel, "scales": shape}}}}
@@ -355,7 +355,7 @@ def test_a_mesh_is_one_option_of_a_command_line():
 
 @dataclasses.dataclass(frozen=True)
 class OfSlice:
-    """What a mesh of slices asks of a device."""
+    """The attributes of a device that a mesh of slices reads."""
 
     id: int
     slice_index: int
@@ -364,7 +364,7 @@ class OfSlice:
 
 
 def test_a_slice_is_a_place_on_dcn():
-    """Whatever the order of the devices, and so too where they know no slices."""
+    """In any order of the devices, also for devices without a slice index."""
     devices = [OfSlice(id, slice_index=id // 4) for id in (0, 4, 1, 5, 2, 6, 3, 7)]
     mesh = MeshShape(dcn=2, fsdp=2, tensor=2).make(devices)
     assert mesh.shape["dcn"] == 2
@@ -427,7 +427,7 @@ LENGTHS = (4, 2, 3, 1) * 4
 
 
 def iterate(settings, *, mesh=None):
-    """One iteration: the scored rollout, means and the parameters after it."""
+    """One iteration: (scored rollout, means, parameters after it)."""
     prompts = toys.prompts(LENGTHS)
     train = fresh(optimizer=settings.policy_optimizer, policy=PARAMS)
     reference, scorer = toys.freeze(REFERENCE), toys.freeze(SCORER)
@@ -499,7 +499,7 @@ def test_an_iteration_is_that_of_one_device(optimizer, shape):
 
 @pytest.mark.slow
 def test_devices_do_not_change_a_prompt_s_samples():
-    """The first eight prompts alone, on one device, and among 16 on eight."""
+    """Compares eight prompts alone on one device with the same among 16 on eight."""
     mesh = MeshShape(data=4, fsdp=2).make()
     few = toys.sampled(PARAMS, model=GPT2, lengths=LENGTHS[:8])
     with jax.set_mesh(mesh):
@@ -528,7 +528,7 @@ def test_devices_do_not_change_a_prompt_s_samples():
 def test_a_checkpoint_is_read_in_parts_to_where_they_lie(
     family, shape, tmp_path, monkeypatch
 ):
-    """GPT-2 has fused, ours-way-round tensors; both have a padded vocabulary."""
+    """GPT-2 has fused tensors in our orientation; both have a padded vocabulary."""
     model = MODELS[family]
     whole = toys.params(model)
     hf.save(tmp_path / "model", model, whole)
@@ -579,7 +579,7 @@ def test_models_and_batches_of_an_experiment_lie_on_the_mesh(tmp_path):
 
 
 def without_padding(params, model):
-    """Rows of the vocabulary's padding are not saved, and read as zeros."""
+    """Sets the vocabulary's padding rows to zero: they are not saved."""
     copied = jax.tree.map(jnp.copy, params)
     copied["embed"]["tokens"] = copied["embed"]["tokens"].at[model.vocab_size :].set(0)
     if not model.tied_head:

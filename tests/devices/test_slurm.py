@@ -1,7 +1,7 @@
-"""The recipe for Slurm, by a controller and a node of Slurm on this machine.
+"""The recipe for Slurm, run by a Slurm controller and node on this machine.
 
-Debian's `slurm-wlm` and `munge` have all of it. The cluster is one of this test alone:
-it has ports, keys and folders of its own, and reads nothing of a Slurm that is set up.
+It needs Debian's `slurm-wlm` and `munge`. The cluster belongs to this test alone:
+it has its own ports, keys and folders, and reads nothing of an installed Slurm.
 """
 
 import contextlib
@@ -89,7 +89,7 @@ def wait_until(holds, *, seconds=400):
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """The environment in which Slurm's commands find a cluster of one node."""
+    """Environment variables for Slurm's commands to find the cluster of one node."""
     folder = tmp_path_factory.mktemp("slurm")
     for name in ("state", "spool"):
         (folder / name).mkdir()
@@ -165,7 +165,7 @@ def slurm(cluster, *command, cwd=None):
 
 
 def submit(cluster, files, out):
-    """The number of a job of two processes on the one node."""
+    """Submits a job of two processes on the one node; returns its number."""
     node = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0")
     number = slurm(
         cluster, "sbatch", "--parsable", *node, RECIPE, out, *GRPO, cwd=files
@@ -185,7 +185,7 @@ def num_steps(out):
 
 
 def wait_for_steps(cluster, job, out, *, count):
-    """Until the run has so many, unless its job fails before."""
+    """Waits until the run has this many steps; fails if its job fails."""
 
     def reached():
         assert state(cluster, job)[0] in ("PENDING", "RUNNING", "COMPLETING")
@@ -195,7 +195,7 @@ def wait_for_steps(cluster, job, out, *, count):
 
 
 def wait_for_end(cluster, job):
-    """How often the job was queued again."""
+    """Waits until the job ends; returns how often it was requeued."""
     wait_until(lambda: state(cluster, job)[0] not in ("PENDING", "RUNNING"))
     ended, restarts = state(cluster, job)
     assert ended in ("COMPLETED", "COMPLETING")
@@ -203,7 +203,7 @@ def wait_for_end(cluster, job):
 
 
 def test_a_run_that_is_preempted_goes_on_to_the_bit(cluster, files):
-    """By a job of higher priority, and by hand."""
+    """Preempted by a job of higher priority, and by hand."""
     (files / "slow").touch()
     job, run = submit(cluster, files, "run"), files / "run"
     wait_for_steps(cluster, job, run, count=2)

@@ -1,4 +1,4 @@
-"""How JAX is started: float32 is float32, and what fails is a line."""
+"""Starting JAX: float32 products are float32, and a failure is one line."""
 
 import os
 import subprocess

@@ -1,6 +1,6 @@
-"""Bytes of a TPU's memory that a program moves, against counts by hand.
+"""TPU memory traffic of a program, against counts by hand.
 
-Snippets are cut from what libtpu writes; the program at the end it compiles itself.
+Snippets are cut from libtpu's output; the last test compiles a program with libtpu.
 """
 
 import importlib.util
@@ -68,7 +68,7 @@ NESTED = """
 
 
 def entry(result, rest):
-    """The bytes of a program of one instruction, of a weight and what it meets."""
+    """The bytes of a program of one instruction, with a weight and other operands."""
     return cost.cost(f"""HloModule jit_f
 {NESTED}
 ENTRY %main.1 (a.0: bf16[128,256], a.1: bf16[8,256]) -> f32[8,128] {{
@@ -143,7 +143,7 @@ def test_a_slice_counts_what_it_takes_and_no_more(target, source, operand, ends)
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
 )
 def test_a_token_reads_every_weight_and_the_cache_once():
-    """A decoding loop that libtpu compiles, for two chips with unlike memories."""
+    """A decoding loop compiled by libtpu for two chips with different memories."""
     script = Path(traffic_for_tpu.__file__)
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
     environment.pop("XLA_FLAGS", None)  # as a real run has it

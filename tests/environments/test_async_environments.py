@@ -1,4 +1,4 @@
-"""Environments with `async def step`: many calls under way in one process."""
+"""Environments with `async def step`: many concurrent calls in one process."""
 
 import os
 import pickle
@@ -27,7 +27,7 @@ def answers_to(pool, *responses):
 
 
 def test_calls_wait_beside_each_other(pool):
-    """Each of 40 goes on once all of them are there."""
+    """Each of 40 calls returns once all 40 have begun."""
     (begun,) = pool.reset([{"prompt": "a"}])
     assert (begun.prompt, pickle.loads(begun.state)) == ("a", 0)
     answers = answers_to(pool, *["meet 40"] * 40)
@@ -63,7 +63,7 @@ def test_a_call_that_hangs_is_ended_and_its_process_goes_on():
 
 @pytest.mark.slow
 def test_calls_of_a_process_that_ends_are_asked_again():
-    """Which of them ended it is seen as each is asked alone."""
+    """Each is then called alone, which shows the call that ended the process."""
     with EnvironmentPool(Slow(), num_workers=1, timeout=60.0) as pool:
         answers = answers_to(pool, "nap", "die", "nap", "die", "nap")
     assert [answer.why for answer in answers] == [

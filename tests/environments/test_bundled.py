@@ -1,4 +1,4 @@
-"""The environments that come with it: transcripts by hand, and their experts."""
+"""The bundled environments: transcripts by hand, and their experts."""
 
 import collections
 
@@ -15,7 +15,7 @@ from rlhf_jax.environments.single_turn import SingleTurn
 
 
 def transcript(environment, row, *responses):
-    """What is answered to each response."""
+    """The environment's answer to each response."""
     _, state = environment.reset(row)
     turns = []
     for response in responses:
@@ -155,7 +155,7 @@ def test_houses_hang_together_and_differ():
     ids=["calculator", "guessing", "rooms", "two rooms"],
 )
 def test_experts_do_what_is_asked(environment, rows, expert, least):
-    """And in a process they read the same, whatever state they go on from."""
+    """In a process, repeating a step from a state gives the same answer."""
     for row in rows:
         played = demonstrations.play(environment, row, expert=expert)
         assert least <= played.reward <= 1.0

@@ -1,4 +1,4 @@
-"""Environments in processes: what they answer, and every way not to."""
+"""Environments in processes: their answers, and every failure."""
 
 import os
 import pickle
@@ -323,7 +323,7 @@ def test_options_that_make_no_pool(options, message):
 
 
 class Local(toy_environment.Toy):
-    """Cannot be sent."""
+    """An environment that cannot be pickled."""
 
     def __reduce__(self):
         raise TypeError("it has a lock")

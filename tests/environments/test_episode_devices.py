@@ -1,4 +1,4 @@
-"""Episodes on several devices: each draws in its own places what one device draws."""
+"""Episodes on several devices equal those on one device."""
 
 import dataclasses
 import functools
@@ -35,7 +35,7 @@ def made(shape):
 
 
 def check_equal(output, expected):
-    """The same tokens; XLA may round a device's few rows otherwise than all rows."""
+    """Asserts equal tokens; XLA may round a few rows otherwise than many."""
     for name in ("tokens", "mask", "response_mask", "version", "index", "sample"):
         np.testing.assert_array_equal(
             getattr(output.rollout, name), getattr(expected.rollout, name), err_msg=name
@@ -69,7 +69,7 @@ def check_drawn(model, shape, *, places, replicas):
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 @pytest.mark.parametrize("places", [ROWS, 3])
 def test_episodes_are_those_of_one_device(shape, places):
-    """Four devices have 8 places for 6 rows, or 4 for them in turn."""
+    """Four devices have 8 places for 6 rows, or 4 that the rows take in turn."""
     check_drawn(tiny.GPT2, shape, places=places, replicas=shape.size)
 
 
@@ -97,7 +97,7 @@ def test_devices_along_tensor_draw_together(model, shape):
 
 @pytest.mark.slow
 def test_a_device_reads_a_prompt_that_its_rows_share_once():
-    """Rows 0 to 4 have a prompt of five tokens, 0 to 2 of them on the first device."""
+    """Rows 0 to 4 share a prompt of five tokens; the first device has rows 0 to 2."""
     params = params_of(tiny.GPT2)
     shared = sharing([0, 0, 0, 0, 0, 3], sample=[0, 1, 2, 3, 4, 0])
 

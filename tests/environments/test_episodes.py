@@ -1,4 +1,4 @@
-"""Episodes on a device, beside full passes, one-turn samples and other orders."""
+"""Episodes on a device, against full passes, one-turn samples and other orders."""
 
 import os
 import subprocess
@@ -150,7 +150,7 @@ def test_one_turn_is_what_a_sampler_draws(model):
 
 
 def assert_ends(rollout, scores, *, turns, limit, stop_ids=(STOP,)):
-    """What ended each episode of a script, told from its tokens and turns."""
+    """Asserts the end of each scripted episode from its tokens and turns."""
     expected = {name: [] for name in ("truncated", "out_of_turns", "out_of_room")}
     numbers = np.asarray(scores.turn_ends).sum(axis=1)
     for row, number in enumerate(numbers):
@@ -253,7 +253,7 @@ def test_a_slow_answer_ends_its_episode_alone():
 
 @pytest.mark.slow
 def test_a_prompt_that_rows_share_is_read_once_to_the_same_bits(model, monkeypatch):
-    """Rows 0 to 3 are of one prompt; apart from each other each reads all of it."""
+    """Rows 0 to 3 have one prompt; run separately, each reads all of it."""
     params = params_of(model)
     shared = sharing([0, 0, 0, 0, 4, 5], sample=[0, 1, 2, 3, 0, 0])
 
@@ -284,7 +284,7 @@ def test_a_prompt_that_rows_share_is_read_once_to_the_same_bits(model, monkeypat
 
 @pytest.mark.slow
 def test_an_episode_that_nothing_moves_on_raises(monkeypatch):
-    """Row 1 begins with the prompt of row 0, which nobody copies: no endless loop."""
+    """Row 1 waits for a copy of row 0's prompt that never comes: no endless loop."""
     monkeypatch.setattr(episodes.Play, "_copy", lambda self: None)
     shared = sharing([0, 0], sample=[0, 1])
     sampler = sampler_of(tiny.GPT2, Script(), places=2, chunk=2)

@@ -1,4 +1,4 @@
-"""Python to run and to hand in; processes of the sandbox for each block."""
+"""The programming environment: Python to run and to submit, in sandbox processes."""
 
 import pytest
 
@@ -50,7 +50,7 @@ def test_code_is_run_and_read_until_it_is_final():
 
 @pytest.mark.slow
 def test_the_last_block_is_final_without_another_one():
-    """Or once there were enough of them; without any nothing is right."""
+    """Also after the largest number of blocks; without a block nothing is correct."""
     environment = Programming(PythonTests(seconds=20.0), max_runs=1)
     assert [t.reward for t in answers(environment, RIGHT, "FINAL")] == [0.0, 1.0]
     assert [t.done for t in answers(environment, "What?", RIGHT)] == [False, True]

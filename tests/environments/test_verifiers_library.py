@@ -1,4 +1,4 @@
-"""Environments of the `verifiers` library, as the package itself has them."""
+"""Environments of the `verifiers` library, against the package itself."""
 
 import signal
 
@@ -21,7 +21,7 @@ pytestmark = [
 
 
 def play(load, *responses, **options):
-    """The prompt and the answers, through a pool's process."""
+    """(prompt, answers) by a pool's process."""
     [row, _] = verifiers_library.dataset(load)
     with EnvironmentPool(
         VerifiersLibrary(load, **options), num_workers=1, timeout=60.0
@@ -57,7 +57,7 @@ def test_several_turns_with_a_state_of_their_own():
 
 
 def test_its_stop_conditions_end_an_episode():
-    """The number of turns, and a last answer of the environment's."""
+    """Stops at the number of turns, and after the environment's last answer."""
     _, answers = play(toy_verifiers.echo, *"abcd")
     assert [answer.done for answer in answers] == [False] * 3 + [True]
     assert answers[3].reward == pytest.approx(0.1 * 7)

@@ -1,4 +1,4 @@
-"""An episode that waits for a slow tool gives up its place, and loses no bit."""
+"""An episode that waits for a slow tool gives up its place without changing a bit."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ MODELS = {"int8": INT8, "mixed": tiny.MIXED, "gpt2": tiny.GPT2}
 
 
 class Slow(Script):
-    """Rows 0 and 1 have their answers once all others have ended."""
+    """Answers rows 0 and 1 once all others have ended."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -39,7 +39,7 @@ class Slow(Script):
 
 @pytest.fixture
 def counted(monkeypatch):
-    """Counts how many places of a sampler are taken, and given back."""
+    """Counts the places of a sampler that are taken and returned."""
     return functools.partial(_counted, monkeypatch)
 
 
@@ -121,7 +121,7 @@ def test_nor_one_whose_answer_comes_at_once(monkeypatch, counted):
 
 @pytest.mark.slow
 def test_the_clock_ends_episodes_without_a_place(monkeypatch, counted):
-    """They keep the turns that they had."""
+    """They keep their turns so far."""
     monkeypatch.setattr(places, "PATIENCE", 1000.0)
     model, params = tiny.GPT2, params_of(tiny.GPT2)
     options = {"places": 2, "stop_ids": OFTEN}

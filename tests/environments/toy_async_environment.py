@@ -1,4 +1,4 @@
-"""An environment whose calls wait beside each other, for processes to import."""
+"""An environment with concurrent calls, for processes to import."""
 
 import asyncio
 import functools
@@ -10,7 +10,7 @@ from rlhf_jax.environments.protocol import Started, Turn
 
 
 class Slow:
-    """A response is what to do."""
+    """Each response is a command."""
 
     async def reset(self, row):
         return Started(row["prompt"], 0)
@@ -49,7 +49,7 @@ def barrier(size):
 
 
 class Wrapped(Slow):
-    """Of which it cannot be known that it is to be waited for."""
+    """Hides that its step is a coroutine function."""
 
     def step(self, state, response):
         return super().step(state, response)

@@ -1,4 +1,4 @@
-"""Win rates by scores and by a judge that is asked in both orders."""
+"""Win rates by scores, and by a judge with both orders."""
 
 import numpy as np
 import pytest

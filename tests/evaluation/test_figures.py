@@ -1,4 +1,4 @@
-"""Figures over prompts, from responses that are made up."""
+"""Figures over prompts, from made-up responses."""
 
 import dataclasses
 import math
@@ -30,7 +30,7 @@ FIRST = Response(
 
 
 def responses(scores, *, texts="abcd", **fields):
-    """One prompt for each row of scores."""
+    """Responses with one prompt per row of scores."""
     return [
         dataclasses.replace(
             FIRST,
@@ -53,7 +53,7 @@ def of(made, **changes):
 
 
 def test_a_mean_and_its_interval_are_over_prompts():
-    """Means 0.5 and 1 of two prompts: s = 0.3536, t(0.975, 1) = 12.706."""
+    """Two prompts with means 0.5 and 1: s = 0.3536, t(0.975, 1) = 12.706."""
     _, figures_of = of(responses([[1, 0], [1, 1]]))
     half = 12.7062 * math.sqrt(0.125) / math.sqrt(2)
     assert figures_of["score"] == pytest.approx(
@@ -77,7 +77,7 @@ def test_one_prompt_has_no_interval():
 
 
 def wilson(right, count):
-    """The two shares p from which `right` of `count` is z standard errors away."""
+    """The two shares p at z standard errors from `right` of `count`."""
     share, z = right / count, 1.959964
     middle = (share + z**2 / (2 * count)) / (1 + z**2 / count)
     half = math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
@@ -147,7 +147,7 @@ def test_win_rates_of_one_pair_per_prompt():
 
 @pytest.mark.parametrize(("rate", "coverage"), [(0.05, 0.939), (0.5, 0.957)])
 def test_wilson_s_interval_of_30_prompts_holds_the_truth(rate, coverage):
-    """Summed over all counts of right responses, each as likely as it is."""
+    """Summed over all counts of right responses, weighted by probability."""
     total = 0.0
     for right in range(31):
         values = [1.0] * right + [0.0] * (30 - right)
@@ -160,7 +160,7 @@ def test_wilson_s_interval_of_30_prompts_holds_the_truth(rate, coverage):
 @pytest.mark.slow
 @pytest.mark.parametrize(("prompts", "k"), [(50, 1), (200, 8), (200, 1)])
 def test_intervals_of_pass_at_k_hold_the_truth_in_95_of_100_evaluations(prompts, k):
-    """Rates of right responses are uniform over prompts, so pass@k is k/(k + 1)."""
+    """Success rates are uniform over prompts, so pass@k is k/(k + 1)."""
     rng = np.random.default_rng(prompts + k)
     of_counts = [success.pass_at_k(c, num_samples=8, k=k) for c in range(9)]
     right = rng.binomial(8, rng.uniform(size=(2000, prompts)))

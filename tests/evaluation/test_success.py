@@ -22,7 +22,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_response(num_samples):
 
 
 def test_pass_at_k_is_unbiased_for_fresh_samples():
-    """Its mean over all outcomes of 5 samples is 1 - (1 - p)^3, to rounding."""
+    """Its mean over all outcomes of 5 samples is 1 - (1 - p)^3, within rounding."""
     p, n, k = 0.3, 5, 3
     expected = 0.0
     for outcome in itertools.product([True, False], repeat=n):
@@ -58,7 +58,7 @@ def test_best_at_k_of_zeros_and_ones_is_pass_at_k():
 
 
 def majority(answers, right):
-    """By counting: every tied answer in turn is what the vote says."""
+    """By counting: every tied answer wins in turn."""
     voted = [answer for answer in answers if answer is not None]
     most = max((voted.count(answer) for answer in voted), default=0)
     tied = [a for a in dict.fromkeys(voted) if voted.count(a) == most]
@@ -69,7 +69,7 @@ def majority(answers, right):
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
 def test_majority_of_every_outcome(k):
-    """Of 4 samples, each with one of two wrong answers, the right one, or none."""
+    """All outcomes of 4 samples: the right answer, two wrong ones, or none."""
     for answers in itertools.product(["right", "a", "b", None], repeat=4):
         right = [answer == "right" for answer in answers]
         groups = [

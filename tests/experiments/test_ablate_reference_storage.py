@@ -1,4 +1,4 @@
-"""The ablation of storages at toy size: its rows against figures taken another way."""
+"""The ablation of reference storages at toy size, against independent figures."""
 
 import dataclasses
 import functools
@@ -53,7 +53,6 @@ def play(*argv):
 
 @pytest.fixture
 def files(tmp_path):
-    """A checkpoint and a text, as options."""
     (tmp_path / "text.txt").write_text(TEXT)
     model = toy_files.checkpoint(tmp_path / "model")
     return ["--model", model, "--text", tmp_path / "text.txt"]
@@ -111,7 +110,7 @@ def test_the_rows_of_a_checkpoint_s_storages(tmp_path, files, capsys):
 
 
 def kl_of(prepared, params):
-    """Nats per response, mean: log-probs of the sampler less those of the model."""
+    """Mean KL per response, nats: the sampler's log-probs less those of the model."""
     with np.load(prepared / "shared.npz") as arrays:
         tokens, mask, chosen, old = (
             arrays[f"responses/{name}"]
@@ -125,7 +124,7 @@ def kl_of(prepared, params):
 
 
 def loss_of(params):
-    """Of the whole text, of which the held-out blocks are a sample."""
+    """Mean loss on the whole text, of which the held-out blocks are a sample."""
     tokens = np.array(toy_files.tokenizer()(TEXT)["input_ids"][:144])
     rows = tokens.reshape(-1, 12)
     logits = toys.logits(
@@ -144,7 +143,7 @@ def environment():
 
 @pytest.mark.slow
 def test_two_runs_that_begin_at_once_prepare_once(tmp_path, files, monkeypatch, capsys):
-    """A sweep of two storages from file to tables, and with other seeds to answers."""
+    """Runs a sweep of two storages from file to tables, with more seeds added later."""
     monkeypatch.setenv("PYTHONPATH", places.PYTHONPATH)
     declared = tomllib.loads(FILE.read_text())
     options = {
@@ -288,7 +287,7 @@ def test_a_model_of_its_own_reads_bytes(tmp_path):
 
 @pytest.mark.long
 def test_a_model_that_was_trained_is_read_as_it_was(tmp_path):
-    """The reference comes from the disk with the weights that training left."""
+    """The reference read from disk has the weights that training left."""
     (tmp_path / "text.txt").write_text(TEXT)
     play(
         *("--storage", "copy", "--text", tmp_path / "text.txt", *TOY_WORDS),

@@ -1,4 +1,4 @@
-"""benchmark: the floor by hand, the lines participants speak, and ours at toy size."""
+"""benchmarks: the floor by hand, the line protocol, and our participant at toy size."""
 
 import dataclasses
 import io
@@ -47,7 +47,7 @@ WEIGHTS = 4 * (12 * 2 * 64 + 80)  # bytes
 
 
 def test_forward_flops_by_hand():
-    """24 L D² = 3072 a token; 4 L D = 64 a token and position that it sees."""
+    """24 L D² = 3072 per token; 4 L D = 64 per token and visible position."""
     assert floor.forward(TOY, tokens=1) == 3 * (3072 + 64)
     # Tokens of 1, 2, 3 and 4 positions, the head (2 D V = 160) at one of them.
     prompt = floor.forward(TOY, tokens=4, head_columns=1)
@@ -94,7 +94,7 @@ def test_a_step_takes_the_longer_of_products_and_copies():
 
 
 def test_ratios_are_of_the_same_round():
-    """Both slow down together: ratios 1/2, 1/2, 2, whatever the medians."""
+    """The participants slow down together: ratios 1/2, 1/2, 2, whatever the medians."""
     ours = [{"update": s} for s in (1.0, 10.0, 2.0)]
     theirs = [{"update": s} for s in (2.0, 20.0, 1.0)]
     assert tables.paired_ratio(ours, theirs, "update") == 0.5
@@ -142,7 +142,6 @@ def one_iteration(peer):
 
 
 def changed(command, old, new):
-    """The same participant with its words changed."""
     assert old in FAKE
     with open(command[1], "w") as file:
         file.write(FAKE.replace(old, new))
@@ -261,7 +260,7 @@ def test_a_prompt_chooses_its_length_by_the_sum_of_its_tokens():
 
 
 def test_the_floor_of_uneven_responses_is_that_of_their_mean():
-    """Half of the rows draw two tokens; weights are read if any of the three does."""
+    """Half of the rows draw two tokens; a step reads weights if any row still draws."""
     steps = floor.steps(dataclasses.replace(TOY, lengths=(1, 2)))
     decoding = steps["rollout"][1]
     assert decoding.flops == 0.5 * 3 * (3072 + 320 + 160)
@@ -299,7 +298,7 @@ found = len(list(folder.iterdir()))
 
 
 def test_the_second_start_finds_what_the_first_compiled(fake):
-    """Each of its own, and nothing of another workload's."""
+    """Each participant finds its own programs and none of another workload."""
     command = changed(fake, '"parameters": 7', '"parameters": found')
     script = Path(command[1])
     script.write_text(CACHING + script.read_text())
@@ -363,7 +362,7 @@ def test_phases_add_up_to_the_iteration():
 @pytest.mark.slow
 @pytest.mark.parametrize("hidden_size", [TOY.hidden_size, 128], ids=["apart", "whole"])
 def test_ours_does_an_iteration_at_toy_size(hidden_size):
-    """With the critic on a device of its own, and in one program."""
+    """Once with the critic on its own device, once in one program."""
     workload = dataclasses.replace(
         TOY,
         num_layers=1,
@@ -392,7 +391,7 @@ def test_ours_does_an_iteration_at_toy_size(hidden_size):
 @pytest.mark.slow
 @pytest.mark.parametrize("hidden_size", [TOY.hidden_size, 128], ids=["apart", "whole"])
 def test_ours_packed_does_the_work_of_padded_rows(hidden_size):
-    """Both draw the same tokens, which end where the prompts say."""
+    """Packed and padded draw the same tokens; the prompts determine the lengths."""
     workload = dataclasses.replace(
         TOY,
         num_layers=1,
@@ -420,7 +419,7 @@ def test_ours_packed_does_the_work_of_padded_rows(hidden_size):
 
 
 def test_of_a_turn_the_second_iteration_counts(monkeypatch):
-    """The first brings back what the pause has cost."""
+    """The first iteration of a turn pays for the pause, so the second is timed."""
     lines: list[dict[str, Any]] = []
     monkeypatch.setattr(line_protocol, "say", lines.append)
     monkeypatch.setattr("sys.stdin", io.StringIO("go\ngo\nend\n"))

@@ -1,4 +1,4 @@
-"""The benchmark of attention at toy size: its engines agree, its ratios are of one."""
+"""The attention benchmark at toy size: engines agree, and ratios share a baseline."""
 
 import pytest
 from benchmarks import attention

@@ -1,4 +1,4 @@
-"""`benchmarks.load` at toy size: every case runs, and its bounds are held."""
+"""`benchmarks.load` at toy size: every case runs within its bounds."""
 
 import json
 

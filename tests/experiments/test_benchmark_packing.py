@@ -1,4 +1,4 @@
-"""`experiments/benchmarks/packing.py` at toy size: packed updates are padded ones."""
+"""`experiments/benchmarks/packing.py` at toy size: packed and padded updates agree."""
 
 import re
 

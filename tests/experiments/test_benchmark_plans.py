@@ -1,4 +1,4 @@
-"""`experiments/benchmarks/plans.py`: a grid of plans that goes on where it was."""
+"""`experiments/benchmarks/plans.py`: a grid of plans resumes where it stopped."""
 
 import json
 import sys

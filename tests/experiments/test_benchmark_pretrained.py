@@ -1,4 +1,4 @@
-"""benchmarks.pretrained: commands, what is measured of one, and what is refused."""
+"""benchmarks.pretrained: its commands, their measurements and refused input."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""`experiments/benchmarks/reading.py` at toy size: every stage runs and is told."""
+"""`experiments/benchmarks/reading.py` at toy size: every stage runs and is reported."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The enumerable world by identities, gradients by enumeration, and PPO's optimum."""
+"""The enumerable world: identities, gradients by enumeration, and PPO's optimum."""
 
 import itertools
 import json
@@ -41,13 +41,13 @@ def stopping():
 
 @pytest.fixture
 def other():
-    """log π of some policy that is no optimum."""
+    """log π of a policy that is not the optimum."""
     logits = np.random.default_rng(1).normal(size=enumerable.NUM_RESPONSES)
     return logits - np.logaddexp.reduce(logits)
 
 
 def play(out, *argv):
-    """Runs the experiment as its command line does; its summary."""
+    """Runs the experiment as its command line does; returns its summary."""
     words = ["--out", str(out), "--no-progress", *argv]
     command_line.main(certify.main, certify.Config, description="", argv=words)
     return json.loads((out / "summary.json").read_text())
@@ -175,7 +175,7 @@ def certified(case, *claims):
 
 
 def claims_of(*names):
-    """The claims of the table about (estimator, placement, per)."""
+    """The table's claims about (estimator, placement, per)."""
     chosen = {
         (
             claim.penalty.value_estimator,
@@ -213,7 +213,7 @@ def test_gradients_are_those_of_the_table(case):
 
 @pytest.mark.long
 def test_gradients_are_those_of_the_table_where_lengths_differ(stopping):
-    """And one that each response's length divides, which is no KL's."""
+    """Includes the estimator divided by the response's length, no KL's gradient."""
     (divided, *_) = (claim for claim in OTHERS if claim.penalty.per == "length")
     claims = claims_of(("k1", "reward", "response"), ("k3", "loss", "token"))
     for finding in certified(stopping, *claims, divided):
@@ -274,7 +274,7 @@ def test_a_policy_that_does_not_learn_fails_by_name(tmp_path, monkeypatch, capsy
 
 
 def test_what_a_run_of_certificates_logs(tmp_path, monkeypatch):
-    """Of a policy that stays the reference, and of a gradient that is off by noise."""
+    """A policy that stays at the reference, and a gradient with noise added."""
     rng = np.random.default_rng(0)
     names = [(name, per) for name in KLS for per in ("token", "response")]
     known = {name: {"w": rng.normal(size=(3, 4))} for name in names}

@@ -1,4 +1,4 @@
-"""Corrections by enumeration, on samples of a policy that has moved on since."""
+"""Off-policy corrections by enumeration, on samples of an older policy."""
 
 import functools
 
@@ -42,7 +42,7 @@ def test_the_ratio_of_a_response_has_the_gradient_of_the_reward(case):
 
 @pytest.mark.slow
 def test_a_weighted_square_of_responses_has_the_gradient_of_their_kl(case):
-    """At each staleness, where without its weight it is biased from the first on."""
+    """At each staleness; without the weight, one update already makes a bias."""
     weighted, plain = certified(
         case, *(claim for name, claim in CLAIMS.items() if name.startswith("k2 of"))
     )
@@ -55,7 +55,7 @@ def test_a_weighted_square_of_responses_has_the_gradient_of_their_kl(case):
 
 @pytest.mark.slow
 def test_centred_scores_follow_the_sampler_s_covariance(case):
-    """Of words that are all recorded, and of two with the policy's tail."""
+    """With all tokens recorded, and with two recorded and the policy's tail."""
     names = ("score centring", "score centring, top 2 of 4")
     for finding in certified(case, *(CLAIMS[name] for name in names)):
         assert finding.holds, finding
@@ -78,7 +78,7 @@ def test_every_correction_follows_its_objective(case, name):
 
 
 def world(*, rewards, sampler, ref=0.25):
-    """Two responses of one token, of these chances under μ."""
+    """Two responses of one token, with these probabilities under μ."""
     logprobs = jnp.log(jnp.array([[weight, 1, 1, 1] for weight in sampler]))
     ones = jnp.ones((2, 4))
     return claims.Known(

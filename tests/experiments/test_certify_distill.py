@@ -1,4 +1,4 @@
-"""Distillation by enumeration: its gradients, and that it ends at the teacher."""
+"""Distillation by enumeration: its gradients and its optimum, the teacher."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Estimators over groups by enumeration, and what they make of a policy."""
+"""Group estimators by enumeration: their gradients and the policies they train."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 @pytest.fixture(scope="module", params=[(), enumerable.STOPS], ids=["4", "1 to 4"])
 def case(request):
-    """Of responses of one length, and of those of a stop token."""
+    """Responses of one length, and responses ended by a stop token."""
     return cases.draw(0, hidden_size=8, stop_ids=request.param)
 
 
@@ -30,7 +30,7 @@ RLOO = CLAIMS["RLOO, KL in the reward"]
 
 @pytest.mark.long
 def test_estimators_have_the_gradients_they_are_said_to_have(case):
-    """Four of those that `certify_family.py` goes through."""
+    """Checks four of the estimators of `certify_family.py`."""
     rloo, ppo, k2, published = findings = certified(
         case,
         RLOO,

@@ -16,7 +16,7 @@ BETA = 0.3
 
 
 def small_world(count=4):
-    """Few responses, of a world that has no decoder."""
+    """A world of few responses, without a decoder."""
     rng = np.random.default_rng(3)
     logits = rng.normal(size=count)
     return enumerable.World(
@@ -72,7 +72,7 @@ def test_kto_s_gradient_is_its_formula_s_and_not_0_at_the_optimum():
 
 
 def test_the_mixture_of_token_distributions():
-    """Of a policy whose tokens are independent it is that of whole responses."""
+    """With independent tokens it equals the mixture of response distributions."""
     rng = np.random.default_rng(0)
 
     def independent():

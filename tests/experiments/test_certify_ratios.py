@@ -1,4 +1,4 @@
-"""Ratios, surrogates and masks by enumeration, on the sampler's policy and after it."""
+"""Ratios, surrogates and masks by enumeration, on-policy and off-policy."""
 
 import functools
 

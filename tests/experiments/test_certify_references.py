@@ -28,7 +28,7 @@ def other():
 
 @pytest.mark.long
 def test_the_optimum_is_the_best_of_the_objective_with_each_kl_apart(world, other):
-    """J(π) = E[r] - β·KL_1 - β/2·KL_2, added up here by its own sums."""
+    """J(π) = E[r] - β·KL_1 - β/2·KL_2, summed here term by term."""
     beta = 0.1
     log_second = enumerable.known(
         other.frozen.stored, model=other.frozen.model, temperature=1.0

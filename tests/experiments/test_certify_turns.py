@@ -1,4 +1,4 @@
-"""Episodes of two turns by enumeration: what is claimed holds, what is wrong fails."""
+"""Two-turn episodes by enumeration: claims hold, and wrong formulas fail."""
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +73,7 @@ def test_every_loss_has_the_gradient_that_it_is_said_to_have(case, name):
 
 
 def not_skipping(*, rewards, values, mask, gamma, lam):
-    """GAE that takes an observed column for the end of an episode."""
+    """A wrong GAE that takes an observed column for the end of an episode."""
     values = jnp.where(mask, values, 0.0)
     ahead = jnp.pad(values[:, 1:], ((0, 0), (0, 1)))
     deltas = jnp.where(mask, rewards, 0.0) + gamma * ahead - values

@@ -1,4 +1,4 @@
-"""Every command line that a README or an experiment shows parses, and every sweep's."""
+"""Every command line in a README, experiment or sweep parses."""
 
 import re
 import runpy
@@ -27,7 +27,7 @@ LEFT_OUT = ("...", "<")
 
 
 def commands_of(text: str) -> list[str]:
-    """Commands with options: lines of a code block, docstring or comment, or `code`."""
+    """Commands with options in code blocks, docstrings, comments and inline code."""
     text = re.sub(r"\\+\n[\s#]*", "", text)
     lines = [
         match[1] for line in text.splitlines() if (match := COMMAND.fullmatch(line))
@@ -60,12 +60,12 @@ SWEEPS = [
 
 
 class ParsedError(Exception):
-    """A command line was read; what it asks for is not run."""
+    """Raised once a command line is parsed, instead of running it."""
 
 
 @pytest.fixture
 def parse(monkeypatch):
-    """Reads a command line as its program does, up to its options."""
+    """Parses a command line as its program does, without running it."""
     monkeypatch.chdir(places.ROOT)
     monkeypatch.syspath_prepend(places.EXPERIMENTS)
     cli = tyro.cli

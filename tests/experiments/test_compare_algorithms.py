@@ -1,4 +1,4 @@
-"""The comparison of algorithms: figures by hand, and from a sweep."""
+"""The comparison of algorithms: figures by hand and from a sweep."""
 
 import json
 
@@ -98,7 +98,7 @@ def test_the_table_and_the_plot(rows, tmp_path, capsys):
 
 
 def test_figures_of_a_sweep(tmp_path):
-    """A folder as a sweep leaves it gives the figures of its rows."""
+    """The folder of a sweep gives the same figures as its rows."""
     cells = {}
     for seed in (0, 1):
         reference = {"kl": 0.0, "gold": 0.1 * seed, "score": 0.0}

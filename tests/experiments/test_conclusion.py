@@ -1,4 +1,4 @@
-"""What every command of certificates leaves behind, and its exit."""
+"""Files and exit status of every command of certificates."""
 
 import json
 import time

@@ -11,7 +11,7 @@ from rlhf_jax.functional.checks import InputError
 
 
 def test_compute_is_equal(tmp_path):
-    """28 operations a token with a student of one parameter, 30 with its sampling."""
+    """A student of one parameter takes 28 operations per token, 30 with sampling."""
     options = Config(out=tmp_path, num_steps=300)
     student, teacher = jnp.zeros(1), jnp.zeros(11)
     models = {"student": student, "teacher": teacher}

@@ -1,4 +1,4 @@
-"""All certificates as one command; the commands themselves are replaced here."""
+"""The command that runs all certificates, with stand-ins for their commands."""
 
 import json
 import subprocess

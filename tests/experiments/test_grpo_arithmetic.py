@@ -54,7 +54,7 @@ def test_the_verifier_reads_the_last_integer(response, right):
 
 @pytest.mark.slow
 def test_the_share_and_the_kl_of_samples(tmp_path):
-    """By hand, from the log-probs of both models at the tokens that were drawn."""
+    """Computed by hand from both models' log-probs of the sampled tokens."""
     options = training.Config(
         out=tmp_path, hidden_size=16, num_layers=1, temperature=0.7, batch_size=16
     )

@@ -1,4 +1,4 @@
-"""The algorithms in one file beside the library: the same numbers, update by update.
+"""The one-file algorithms give the library's numbers, update by update.
 
 The files import nothing of the library, so each is an oracle of the other. Both sides
 get the same parameters and draws, and compute all else themselves: log-probs and
@@ -45,7 +45,7 @@ each = pytest.mark.parametrize("file", FILES.values(), ids=FILES)
 
 @functools.cache
 def decoder_params(seed: int):
-    """Parameters of the file's decoder, of which <eos> is drawn often."""
+    """Parameters of the file's decoder that make <eos> likely."""
     empty = jnp.zeros((1, P + R), jnp.int32)
     shapes = jax.eval_shape(DECODER.init, jax.random.key(0), empty, empty > 0)
     rng = np.random.default_rng(seed)
@@ -60,7 +60,7 @@ def decoder_params(seed: int):
 
 
 def start(name: str):
-    """What is trained, with values that are not 0."""
+    """Initial trained parameters, with a critic whose values are not 0."""
     params = {"policy": decoder_params(0)}
     if name == "ppo":
         kernel = np.random.default_rng(2).normal(0, 0.1, (DECODER.width, 1))
@@ -70,7 +70,7 @@ def start(name: str):
 
 
 def to_library(params):
-    """The file's parameters of a decoder, or of a critic, as the library has them."""
+    """Converts a decoder's or critic's parameters to the library's layout."""
     if "trunk" in params:
         head = {"kernel": params["head"]["kernel"][:, 0]}
         head |= {"bias": params["head"]["bias"][0]}
@@ -95,7 +95,7 @@ def to_library(params):
 
 
 def recipe_of(name: str):
-    """The library's recipe of a file, and its state before the first update."""
+    """The library's recipe for a file, and its initial state."""
     file = FILES[name]
     steps = file.NUM_STEPS * file.NUM_EPOCHS * file.NUM_MINIBATCHES
     schedule = optax.linear_schedule(file.LEARNING_RATE, 0.0, steps)
@@ -152,12 +152,12 @@ def programs(name: str):
 
 @functools.cache
 def library(name: str):
-    """The iteration of the library, and its state before the first."""
+    """The library's iteration and its initial state."""
     method = LIBRARY[name]
     recipe, initial = recipe_of(name)
 
     def learn(train, rollout, scores, frozen, key):
-        """`method.learn`, and the experience that it makes on its way."""
+        """Runs `method.learn`; also returns the experience that it makes."""
         args = {"frozen": frozen, "recipe": recipe}
         train, experience, stats, scored = method.make_experience(
             train, rollout=rollout, scores=scores, **args
@@ -171,7 +171,7 @@ def library(name: str):
 
 
 def rollout_of(texts, *, group_size: int) -> batch.Rollout:
-    """The tokens alone are told: `Recompute` makes the log-probs."""
+    """A rollout with tokens only: `Recompute` makes the log-probs."""
     nothing = jnp.zeros(texts.tokens.shape, jnp.float32)
     rows = jnp.arange(ROWS, dtype=jnp.int32)
     return batch.Rollout(

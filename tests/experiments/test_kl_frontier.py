@@ -1,4 +1,4 @@
-"""The β frontier: its judge, the fit of Gao et al., its figures."""
+"""The β frontier: its judge, the fit of Gao et al., and its figures."""
 
 import itertools
 import json
@@ -46,7 +46,7 @@ def test_unreadable_is_well_below_what_the_language_says():
 
 
 def two_answers(params, *, prompts, key):
-    """Says "i like it ." in even rows and "i love it ." in odd ones."""
+    """Answers "i like it ." in even rows and "i love it ." in odd ones."""
     responses = [
         reviews.encode(words(text))
         for text, _ in zip(
@@ -90,7 +90,7 @@ def test_pairs_are_labelled_by_the_judge_who_sees_the_prompt(tmp_path):
 
 
 def test_a_judge_who_tells_nothing_apart_is_told(tmp_path):
-    """As where nothing parses, after too few updates."""
+    """For instance a judge for which nothing parses, after too few updates."""
     with pytest.raises(checks.InputError, match="judge tells apart"):
         labels_by(lambda prompt, response: reviews.UNREADABLE, tmp_path)
 
@@ -215,7 +215,7 @@ def test_what_is_told_of_a_summary(figures, capsys):
 
 @pytest.fixture
 def swept(tmp_path):
-    """A folder of two β from two seeds, as a sweep leaves it."""
+    """The folder of a sweep of two β and two seeds."""
     cells = {f"kl_coef={kl_coef:g}": {"kl_coef": kl_coef} for kl_coef in (0.0, 1.0)}
     (tmp_path / "sweep.json").write_text(json.dumps({"cells": cells}))
     for cell, options in cells.items():

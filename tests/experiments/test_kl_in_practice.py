@@ -1,4 +1,4 @@
-"""The choices of the KL, what has been published of them, and figures of a sweep."""
+"""The choices of the KL, the published claims about them, and a sweep's figures."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ def sweep(request):
 
 
 def test_every_gradient_is_swept_once(sweep):
-    """All that estimators, placements and directions give, per token."""
+    """Covers all estimators, placements and directions, per token."""
     every = {
         Penalty(
             value_estimator=estimator,
@@ -109,7 +109,7 @@ def test_published_claims_say_what_is_published(says, measure, numbers, answer):
 
 
 def run_of(folder, *, kl_coef, gold, kl, norms=(1.0,) * 5, estimator="k1"):
-    """A run of five steps whose gold and KL are given on the way and at the end."""
+    """A run of five steps with these gold scores and KLs on the way and at the end."""
     folder.mkdir(parents=True)
     penalty = {"value_estimator": estimator, "placement": "reward", "per": "token"}
     config = {"algorithm": "ppo", "kl_coef": kl_coef, "batch_size": 10}
@@ -198,7 +198,7 @@ def test_a_run_farther_than_the_unpenalised_one_has_no_lead(swept):
 
 
 def test_what_a_run_has_no_number_of(swept):
-    """No step moved it, or a norm was not finite."""
+    """None where no step moved the policy, or where a norm was not finite."""
     run = finished.runs_of(swept)[0]
     for norms in ((1.0, 0.0, 0.0, 0.0, 0.0), (1.0, "NaN", 1.0, 1.0, 1.0)):
         path = run.folder / "metrics.jsonl"
@@ -215,7 +215,7 @@ def test_what_a_run_has_no_number_of(swept):
 
 
 def test_the_weighted_square_is_a_choice_of_its_own():
-    """Beside k2 in the loss, whose estimates are of tokens."""
+    """k2 per response is named apart from k2 in the loss, which is per token."""
     penalty = {"value_estimator": "k2", "placement": "loss", "direction": "reverse"}
     names = [
         figures.choice_of(

@@ -1,4 +1,4 @@
-"""The pictures of the KL at toy size: their numbers against sums over every word."""
+"""The pictures of the KL at toy size, against sums over the whole vocabulary."""
 
 import json
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """(options, folder) of a run by its command line."""
+    """(options, folder) of a run started by its command line."""
     folder = tmp_path_factory.mktemp("pictures") / "run"
     argv = [*TOY, "--out", str(folder)]
     with pytest.MonkeyPatch.context() as patch:
@@ -42,7 +42,7 @@ def summary(run):
 
 
 def exact_kl(pair, tokens) -> np.ndarray:
-    """[B, S], column t about tokens[:, t], by NumPy of the logits of both."""
+    """f64[B, S], column t about tokens[:, t], by NumPy from both models' logits."""
     tokens = jnp.asarray(tokens, jnp.int32)
     mask = jnp.ones(tokens.shape, bool)
     logits = [

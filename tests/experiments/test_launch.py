@@ -1,4 +1,4 @@
-"""Recipes that start a run on clusters, with tools that only write down what they do.
+"""Recipes that start a run on a cluster, with stand-in tools that record their calls.
 
 `tests/devices/test_slurm.py` runs the one for Slurm by Slurm.
 """
@@ -23,7 +23,7 @@ GRPO = (
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs a recipe; its status, and what each tool was called with."""
+    """Runs a recipe; returns its status and the calls of each tool."""
 
     def run(recipe, *argv, statuses=None, outputs=None, **variables):
         folder = tmp_path / "tools"
@@ -51,7 +51,7 @@ def run(tmp_path):
 
 
 def config_of(words, monkeypatch):
-    """The config of a command line of rlhf-jax, in which processes join first."""
+    """The config of a command line of rlhf-jax that first joins its processes."""
     configs, joined = [], []
     monkeypatch.setattr(trainer, "main", configs.append)
     monkeypatch.setattr(processes.Group, "join", lambda self: joined.append(self))
@@ -114,7 +114,7 @@ VERBS = {"create", "describe", "delete", "ssh"}
 
 
 def test_a_pod_of_tpus_is_made_and_used(run, monkeypatch):
-    """One that was preempted is deleted first."""
+    """A preempted pod is deleted first."""
     variables = {"ZONE": "z", "CHIPS": "v5litepod-16", "RUNTIME": "r", "CODE": "c"}
     for step, verbs in {
         "disk": ["create"],
@@ -135,7 +135,7 @@ def test_a_pod_of_tpus_is_made_and_used(run, monkeypatch):
 
 
 def test_an_installation_that_was_stopped_halfway_is_made_anew(run, tmp_path):
-    """The command of the first host, run here with another folder for its disk."""
+    """Runs the first host's command here, with another folder as its disk."""
     _, calls = run("tpu_pod.sh", "install", ZONE="z", CODE="c")
     command = calls[-1][-1].removeprefix("--command=").replace("/runs", str(tmp_path))
     tools = tmp_path / "tools"

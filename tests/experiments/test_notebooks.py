@@ -1,4 +1,4 @@
-"""The notebooks as they are stored: what ran is what stands there, and reads anywhere.
+"""The stored notebooks: their outputs are of their code, and render anywhere.
 
 `pytest --nbmake experiments/notebooks` runs them.
 """
@@ -37,7 +37,7 @@ def source(cell):
 
 
 def texts(notebook):
-    """What the cells printed or showed, but for pictures."""
+    """The text outputs of the cells."""
     for cell in cells(notebook, "code"):
         for output in cell["outputs"]:
             shown = {"stream": output.get("text", "")} | output.get("data", {})
@@ -96,7 +96,7 @@ def test_a_path_of_a_machine_is_found():
 
 
 def test_numbers_of_the_prose_stand_in_an_output_or_in_the_code(notebook):
-    """Those with a decimal point, which only a run can know."""
+    """Checks numbers with a decimal point, which only a run can give."""
     known = " ".join([*texts(notebook), *map(source, cells(notebook, "code"))])
     for cell in cells(notebook, "markdown"):
         for number in re.findall(r"\d+\.\d+", source(cell)):

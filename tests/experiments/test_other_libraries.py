@@ -31,7 +31,7 @@ def test_nemo_rls_default_is_the_fixed_state_reverse_kl():
 
 
 def test_the_clamp_of_nemo_rl_leaves_no_slope():
-    """k3 is above 10 from 2.6 nats on: exp(2.6) - 3.6 = 9.9."""
+    """k3 exceeds 10 just above 2.6 nats: exp(2.6) - 3.6 = 9.9."""
     for nats, pulled in ((2.5, True), (2.7, False), (-10.9, True), (-11.1, False)):
         batch = audit.example(reference=-1 + nats)
         slope = jax.grad(lambda x, b=batch: published.nemo_rl(b._replace(logprobs=x)))
@@ -39,7 +39,7 @@ def test_the_clamp_of_nemo_rl_leaves_no_slope():
 
 
 def test_k1_per_response_in_the_loss_asks_for_longer_responses():
-    """What Tunix's default is, where responses end by themselves: ∇ E[1 / length]."""
+    """Tunix's default: its gradient is ∇ E[1 / length] if responses end themselves."""
 
     def loss(batch):
         k1 = jnp.where(batch.mask, batch.logprobs - batch.ref_logprobs, 0.0)

@@ -1,4 +1,4 @@
-"""The study of samplers outside of the trainer, at toy size and without a server."""
+"""The study of samplers outside the trainer, at toy size and without a server."""
 
 import json
 

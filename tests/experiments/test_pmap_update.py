@@ -49,7 +49,7 @@ def fresh(settings):
 
 
 def rows():
-    """Of words by lot."""
+    """Rows of random tokens."""
     prompts = toys.prompts()
     answered = np.arange(toys.SIZE)[None, :] < LENGTHS[:, None]
     words = np.random.default_rng(0).integers(3, 13, answered.shape)

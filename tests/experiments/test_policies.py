@@ -1,4 +1,4 @@
-"""One policy on the language at toy size: what it learns from, and going on."""
+"""One policy on the review language at toy size: its training data and resuming."""
 
 import functools
 import json
@@ -57,7 +57,7 @@ def options_in(folder, **changes):
 
 @pytest.fixture(scope="module")
 def prepared_models():
-    """A model that knows nothing, and one that scores at random."""
+    """An untrained model, and a reward model with random scores."""
     options = options_in("unused")
     algorithm = quickstart.algorithm_of(options)
     params = toys.params(algorithm.model, scale=0.1)  # so that some responses end
@@ -73,7 +73,7 @@ def ids_of(text):
 
 
 def two_answers(scores):
-    """Says "i like it ." and "i love it .", which the reward model scores so."""
+    """Answers "i like it ." and "i love it ." with these scores by the reward model."""
 
     def draw(params, *, reward, prompts, key):
         rows = len(prompts.tokens)
@@ -94,7 +94,7 @@ def two_answers(scores):
 
 
 def chosen_by(scores, prepared_models, **changes):
-    """Which answers are chosen, of how many pairs."""
+    """The chosen answers, and the number of pairs."""
     options = options_in("unused", **changes)
     pairs = algorithms.pairs_of(
         prepared_models, draw=two_answers(scores), options=options
@@ -144,7 +144,7 @@ def test_equal_answers_are_no_pair(prepared_models):
 
 
 def test_a_response_that_never_ends_scores_as_in_training(prepared_models):
-    """One reward for all: shaped when DPO labels and best-of-n chooses, too."""
+    """DPO's labels and best-of-n also use the shaped reward."""
     options = options_in("unused", missing_stop_score=-7.0)
     algorithm = quickstart.algorithm_of(options)
     prompts = preparation.prompts_of(TRAIN_PROMPTS, batch_size=32, seed=0)[0]
@@ -166,7 +166,7 @@ def test_a_response_that_never_ends_scores_as_in_training(prepared_models):
 
 
 def test_one_objective_for_all(tmp_path):
-    """A group's mean leaves 3/4 of the reward, so 3/4 of a β in the loss."""
+    """The group-mean baseline leaves 3/4 of the reward, so β in the loss is 3/4 too."""
     params = toys.params(quickstart.algorithm_of(options_in(tmp_path)).model)
     kl_coefs = {}
     for name, changes in {
@@ -231,7 +231,7 @@ def test_programs_are_shared_where_runs_differ_in_numbers_alone(tmp_path):
     ],
 )
 def test_options_come_to_the_recipe(tmp_path, monkeypatch, changes, options):
-    """That is the one whose iteration is compiled."""
+    """The recipe is the one whose iteration is compiled."""
     recipes = []
     for name in ("ppo", "grpo"):
         monkeypatch.setattr(
@@ -273,7 +273,7 @@ def test_models_are_made_anew_where_their_training_differs(tmp_path):
 
 
 def test_arrays_are_made_by_the_first_that_comes(tmp_path):
-    """The others wait for it, and may be stopped as they do."""
+    """The other processes wait for it and can be stopped while waiting."""
     made, waiting = [], threading.Event()
 
     def make():
@@ -314,7 +314,7 @@ def test_arrays_are_made_by_the_first_that_comes(tmp_path):
 
 @pytest.fixture(scope="module")
 def lenient():
-    """A judge of words: nothing that a model this small says would parse."""
+    """A judge of single words, as no response of so small a model would parse."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             reviews, "careful_gold", lambda _, response: reviews.gold(response)
@@ -379,7 +379,7 @@ def test_a_run_leaves_what_it_came_to(tmp_path, prepared):
 
 
 def test_the_way_is_told_of_training_responses_too(tmp_path, prepared):
-    """With --look training: score and KL are those of metrics.jsonl."""
+    """With --look training, score and KL equal those of metrics.jsonl."""
     out = tmp_path / "run"
     play(out, prepared, algorithm="rloo", look="training")
     points = [row for row in metrics.read(out / "samples.jsonl") if "tokens" not in row]
@@ -506,6 +506,6 @@ def test_options_that_are_refused(tmp_path, changes, message):
 
 
 def test_options_that_others_do_not_need_are_theirs_alone(tmp_path):
-    """No group has to divide PPO's batch, and PPO can do without a penalty."""
+    """PPO's batch need not be divisible by a group, and PPO may have no penalty."""
     options_in(tmp_path, group_size=3, kl_coef=0.0)
     options_in(tmp_path, algorithm="dpo", group_size=3)

@@ -1,4 +1,4 @@
-"""PPO against GRPO: the runs differ by method alone, and the table is the record."""
+"""PPO against GRPO: runs differ only in the method, and the table is the record's."""
 
 import dataclasses
 import json

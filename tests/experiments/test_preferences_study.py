@@ -1,4 +1,4 @@
-"""Preferences of people on a real model: pairs, their split, sweeps and figures."""
+"""Human preferences on a real model: pairs, their split, sweeps and figures."""
 
 import dataclasses
 import itertools
@@ -256,7 +256,7 @@ def write(study, policy, seed, scorer, *, score, loss, samples):
 
 @pytest.fixture
 def study(tmp_path):
-    """Two seeds of the reference, four samples of two prompts, and of one policy."""
+    """Two seeds of the reference and of one policy: two prompts, four samples each."""
     proxy = [[0.0, 3.0, 1.0, 2.0], [1.0, 1.5, 0.5, 0.0]]
     judge = [[0.0, -3.0, 1.0, 5.0], [1.0, 2.0, 3.0, 4.0]]
     for seed in (0, 1):
@@ -355,7 +355,7 @@ def test_other_responses_or_no_reference_are_refused(study):
 
 @pytest.fixture
 def chat_model(tmp_path):
-    """A checkpoint that reads bytes and chats."""
+    """A checkpoint with a byte tokenizer and a chat template."""
     tokenizer = tokenizer_zoo.finished(
         tokenizer_zoo.byte_level(),
         added=tokenizer_zoo.CHAT,

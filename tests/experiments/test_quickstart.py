@@ -1,4 +1,4 @@
-"""The quickstart at toy size: the whole pipeline, and what a kill leaves of it."""
+"""The quickstart at toy size: the whole pipeline, also when killed."""
 
 import json
 import os
@@ -97,7 +97,7 @@ def test_equal_seeds_are_equal_files_and_other_seeds_are_not(toy, tmp_path):
 
 @pytest.mark.long
 def test_killed_at_random_steps_it_goes_on_to_the_last_bit(toy, tmp_path):
-    """SIGKILL once in every stage, each time resumed."""
+    """Every stage is killed once by SIGKILL and resumed."""
     out, _ = toy
     random = np.random.default_rng(0)
     parts = tmp_path / "parts"

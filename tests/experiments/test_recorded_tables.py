@@ -1,4 +1,4 @@
-"""Tables of experiments/README.md are what `recorded/` holds, number by number."""
+"""Tables of experiments/README.md equal the records in `recorded/`."""
 
 import json
 import re
@@ -23,14 +23,14 @@ def recorded(*names):
 
 
 def table(heading, *, text=README):
-    """The cells of the table whose first row begins so, without its heading."""
+    """The cells below the heading row that begins with `heading`."""
     [_, after] = text.split(f"\n{heading}")
     rows = after.partition("\n\n")[0].splitlines()[2:]
     return [[cell.strip(" *") for cell in row.split("|")[1:-1]] for row in rows]
 
 
 def check(cell, *values):
-    """Each number of a cell, rounded as it is told."""
+    """Compares each number of a cell, rounded to the cell's digits."""
     numbers = cell.replace("−", "-").replace("±", " ").replace(" to ", " ").split()
     assert len(numbers) == len(values), cell
     for number, value in zip(numbers, values, strict=True):
@@ -198,7 +198,7 @@ def test_samplers_outside_of_the_trainer():
 
 
 def half_of_interval(values):
-    """Of 95%, over seeds."""
+    """Half the width of the 95% interval over seeds."""
     error = np.std(values, ddof=1) / len(values) ** 0.5
     return stats.t.ppf(0.975, len(values) - 1) * error
 
@@ -283,7 +283,7 @@ def test_several_turns_are_certified():
 
 
 def check_interval(cell, estimate):
-    """A mean with its interval, or alone where the interval has no width."""
+    """Compares a mean with its interval; a mean alone has an interval of width 0."""
     ends = estimate["interval"] if "(" in cell else []
     check(cell.replace("(", "").replace(")", ""), estimate["mean"], *ends)
 
@@ -454,7 +454,7 @@ def test_starts_with_uneven_lengths():
 
 
 def test_regularisers():
-    """The table of the language, and the page, which its program writes."""
+    """Checks the review language's table, and the page that its program writes."""
     figures = {
         world: recorded("regularisers", world, "figures.json") for world in page.WORLDS
     }

@@ -1,4 +1,4 @@
-"""The study of regularisers: its cells, what holds a policy, and figures of a sweep."""
+"""The study of regularisers: its cells, their penalties, and a sweep's figures."""
 
 import dataclasses
 import json
@@ -68,7 +68,7 @@ def test_a_moving_average_of_the_policy():
 
 
 def run_of(folder, *, score, gold):
-    """Eight looks, and what the metrics have of their steps."""
+    """Eight evaluations, with the metrics of their steps."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"config": {}, "versions": {}}))
     (folder / "summary.json").write_text("{}")

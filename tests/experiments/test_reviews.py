@@ -157,7 +157,7 @@ def test_gold_spreads_over_the_language_and_is_balanced(sampled):
 
 
 def test_gold_leaves_room_within_a_few_nats(sampled):
-    """The best policy at a β, π ∝ π_ref exp(gold / β), on samples of π_ref."""
+    """Estimates the optimum at β, π ∝ π_ref exp(gold / β), on samples of π_ref."""
     gold = np.array([reviews.gold(response) for _, response in sampled])
     weights = np.exp(gold / 0.2)
     weights /= weights.sum()

@@ -1,4 +1,4 @@
-"""SmolLM2 from its package: names, rows and tokens by hand, and the real file."""
+"""SmolLM2 from its package: tensor names and tokens by hand, and the real file."""
 
 import json
 import subprocess

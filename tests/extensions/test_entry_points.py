@@ -1,4 +1,4 @@
-"""Parts of other packages: found by name, and a broken package is said to be one."""
+"""Extensions from other packages: found by name; broken packages are reported."""
 
 import collections.abc
 from types import ModuleType
@@ -78,7 +78,7 @@ def test_help_lists_them_all_and_says_which_are_broken(capsys):
     assert "  raises         raising_part" in lines  # nothing was imported
     absent = "absent_part.inner (cannot be imported: no module 'absent_part')"
     assert f"  absent         {absent}" in lines
-    assert "  ppo            sound_part (unread: ours has the name)" in lines
+    assert "  ppo            sound_part (hidden by our command)" in lines
 
 
 def test_help_has_the_summary_of_a_package(installed, monkeypatch, capsys):

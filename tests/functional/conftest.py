@@ -1,4 +1,4 @@
-"""The tests of functional/ check the shapes in the signatures of what they call."""
+"""Checks shapes against signatures in all tests of functional/."""
 
 import functools
 import inspect
@@ -23,9 +23,9 @@ INT_IS_FLOAT = BeartypeConf(is_pep484_tower=True)
 
 @functools.cache
 def checked(function: Callable) -> Callable:
-    """The function, with arguments and result held to the shapes of its annotations.
+    """Wraps a function to check arguments and result against its annotated shapes.
 
-    Its own errors come first: what it accepts has to be what its signature says.
+    The function's own errors come first; all other calls must match the signature.
     """
     signature = inspect.signature(function)
     hints = typing.get_type_hints(function)
@@ -61,7 +61,7 @@ def checked(function: Callable) -> Callable:
 
 
 def form_of(values) -> tuple:
-    """All that a check of shapes reads of some values."""
+    """The properties of values that a shape check depends on."""
     leaves, structure = jax.tree.flatten(values)
     return structure, *(
         (type(leaf), leaf.shape, leaf.dtype)
@@ -72,7 +72,7 @@ def form_of(values) -> tuple:
 
 
 def values_of(argument, kind, hint) -> list:
-    """The values of a parameter with their hints: many of *args and **kwargs."""
+    """The values of a parameter with their hints; *args and **kwargs have several."""
     if kind is inspect.Parameter.VAR_KEYWORD:
         unpacked = typing.get_origin(hint) is typing.Unpack
         hints = typing.get_type_hints(*typing.get_args(hint)) if unpacked else {}
@@ -82,13 +82,13 @@ def values_of(argument, kind, hint) -> list:
 
 
 def as_jax(value):
-    """Tests may call with arrays of numpy, which the functions take as well."""
+    """Converts NumPy arrays, which the functions accept too."""
     return jnp.asarray(value) if isinstance(value, np.ndarray | np.generic) else value
 
 
 @pytest.fixture(scope="module", autouse=True)
 def shapes_are_checked() -> Iterator[None]:
-    """While the tests of a module run, public functions of functional/ are checked."""
+    """Checks the public functions of functional/ while a test module runs."""
     with pytest.MonkeyPatch.context() as patch:
         for info in pkgutil.walk_packages(functional.__path__, "rlhf_jax.functional."):
             module = import_module(info.name)

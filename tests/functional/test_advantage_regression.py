@@ -1,4 +1,4 @@
-"""DAR: its weight and its gradient against a loop, and what they are blind to."""
+"""DAR: its weight and its gradient against a loop, and invariances."""
 
 import functools
 import math
@@ -37,7 +37,7 @@ def differentiated(logprobs=NOW, **options):
 
 
 def weight(b, t):
-    """min((π_ref/π_old)^α·exp(A/β), cap), the ratio that of the whole response."""
+    """min((π_ref/π_old)^α·exp(A/β), cap), with the ratio of the whole response."""
     back = math.fsum(REF[b, s] - OLD[b, s] for s in range(LENGTHS[b]))
     return min(math.exp(SHARE * back + ADVANTAGES[b, t] / BETA), CAP)
 
@@ -80,7 +80,7 @@ def test_what_is_reported():
 
 
 def test_the_optimum_of_the_mixture_is_a_fixed_point():
-    """Of responses of one token: at r = αβ·log(π/π_ref) every weight is the same."""
+    """Responses of one token: at r = αβ·log(π/π_ref) all weights are equal."""
     policy, reference = (
         np.exp(x) / np.exp(x).sum()
         for x in np.random.default_rng(0).normal(size=(2, 5))

@@ -136,7 +136,7 @@ TURNS = np.array(
 @pytest.mark.slow
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (0.9, 0.0)])
 def test_columns_outside_the_mask_are_no_steps(gamma: float, lam: float):
-    """As if they had never been there: the oracle sees rows without them."""
+    """The oracle gets rows without these columns."""
     rng = np.random.default_rng(1)
     rewards, values = rng.normal(0, 1, (2, *TURNS.shape)).astype(np.float32)
     of_turns = gae(rewards, values, TURNS, gamma=gamma, lam=lam)
@@ -161,7 +161,7 @@ def test_the_state_after_a_turn_is_the_one_before_the_next_sampled_token():
 
 
 def of_one_run(rewards, values, mask, gamma, lam):
-    """What stood here until episodes had turns, for masks of one run of True."""
+    """GAE as it was before turns, for masks with one run of True."""
     values = jnp.where(mask, values, 0.0)
     next_values = jnp.pad(values[:, 1:], ((0, 0), (0, 1)))
     deltas = jnp.where(mask, rewards, 0.0) + gamma * next_values - values
@@ -180,7 +180,7 @@ def of_one_run(rewards, values, mask, gamma, lam):
 @pytest.mark.slow
 @pytest.mark.parametrize("jitted", [False, True])
 def test_one_run_of_true_keeps_its_bits(*, jitted: bool):
-    """Recorded curves of one turn stay what they are; 0.9 is where roundings differ."""
+    """Recorded curves of one turn do not change; at 0.9 roundings could differ."""
     rng = np.random.default_rng(2)
     rewards, values = rng.normal(0, 1, (2, 16, 64)).astype(np.float32)
     start, length = rng.integers(0, 64, (2, 16, 1))

@@ -1,4 +1,4 @@
-"""Best-of-n against all tuples and all subsets, written out in float64."""
+"""Best-of-n against enumeration of all tuples and subsets in float64."""
 
 import itertools
 import math
@@ -34,7 +34,7 @@ def f32(numbers):
 
 
 def policy_of(probabilities, scores, n):
-    """π_n: every tuple of n draws, its probability shared by the best in it."""
+    """π_n by all tuples of n draws; ties share the probability of a tuple."""
     probabilities_of_best = np.zeros(len(scores))
     for drawn in itertools.product(range(len(scores)), repeat=n):
         best = max(scores[i] for i in drawn)
@@ -164,7 +164,7 @@ def binomial(m, p):
 
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.95])
 def test_the_estimate_has_no_bias_but_a_tail(share):
-    """Its mean over how many of 40 samples score lower, summed."""
+    """Its mean over the number of 40 samples with lower scores, summed exactly."""
     among = np.arange(40.0)
     output = np.asarray(estimate(np.arange(41) - 0.5, among, 5), np.float64)
     mean = float(output @ binomial(40, share))
@@ -175,7 +175,7 @@ def test_the_estimate_has_no_bias_but_a_tail(share):
 
 @pytest.mark.parametrize(("n", "size"), [(2, 8), (16, 8), (64, 8)])
 def test_its_mean_over_what_best_of_n_chooses_is_the_bound(n, size):
-    """Without ties, whatever the number of other samples: F of the best is Beta."""
+    """Without ties, for any number of other samples: F of the best is Beta."""
     output = np.asarray(estimate(np.arange(size + 1) - 0.5, np.arange(size), n))
     chance = [
         # Of n + M samples the best of the n has k of the M below it.
@@ -212,7 +212,7 @@ SAMPLES = np.array([0.3, -1.2, 0.3, 2.5, 0.0, 2.5, 0.3])
 
 
 def weights_of(scores, n):
-    """Every subset of n, shared by the best in it."""
+    """The weights by all subsets of n; ties share the weight of a subset."""
     output = np.zeros(len(scores))
     subsets = [*itertools.combinations(range(len(scores)), n)]
     for drawn in subsets:
@@ -240,7 +240,7 @@ def test_expected_best_is_the_mean_over_all_subsets(n):
 
 
 def test_expected_best_has_no_bias():
-    """Its mean over all sets of 4 draws is E[max of 2], whatever the ties."""
+    """Its mean over all sets of 4 draws is E[max of 2], also with ties."""
     chosen = policy_of(PROBABILITIES, SCORES, 2)
     drawn = np.array([*itertools.product(range(6), repeat=4)])
     chance = PROBABILITIES[drawn].prod(axis=1)

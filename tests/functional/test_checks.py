@@ -1,4 +1,4 @@
-"""Messages about numbers stay short, however large the number is."""
+"""Messages about large numbers stay short."""
 
 import itertools
 import math

@@ -1,6 +1,6 @@
-"""Every public function of functional/ shows what it does, and the examples hold.
+"""Every public function of functional/ has an example, and the examples hold.
 
-The numbers of an example are compared to the digits that are written there.
+The numbers of an example are compared to the digits given in it.
 """
 
 import doctest
@@ -21,7 +21,7 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 class Checker(doctest.OutputChecker):
-    """Takes 0.6931472 for 0.693, and [1.0000001 2.] for [1. 2.]."""
+    """Accepts 0.6931472 for 0.693, and [1.0000001 2.] for [1. 2.]."""
 
     def check_output(self, want: str, got: str, optionflags: int) -> bool:
         if super().check_output(want, got, optionflags):
@@ -60,7 +60,7 @@ EXAMPLES = {
 
 
 def own(place: object, module: str) -> dict:
-    """The public functions and classes of a module, or methods of a class."""
+    """The public functions and classes of a module, or the methods of a class."""
     return {
         name: value
         for name, value in vars(place).items()

@@ -14,7 +14,7 @@ OPTIONS = {"target": 0.5, "increment": 0.01, "largest": 0.03}
 
 
 def test_coefficients_are_those_of_a_loop():
-    """Up at the target and below, to the bound; down above, to 0."""
+    """At and below the target they rise to the bound; above it they fall to 0."""
     entropies = np.float32([0.4, 0.5, 0.3, 0.2, 0.1, 0.51, 0.4, 0.9, 0.8, 0.7, 0.6])
     coef, expected, found = 0.005, [], []
     ours = jnp.float32(coef)

@@ -1,6 +1,6 @@
-"""What a gradient reaches, and which options may be traced, of every public function.
+"""For every public function: the arguments a gradient reaches, and traced options.
 
-`CASES` is the contract of the package's docstring, a row for every function of arrays.
+`CASES` is the contract of the package's docstring, with a row per array function.
 """
 
 import importlib
@@ -279,7 +279,7 @@ LEFT_OUT = ("checks", "kl.passes")
 
 
 def functions():
-    """The public functions of arrays, and of options that may be, by dotted name."""
+    """The public functions of arrays or traceable options, by dotted name."""
     table = {}
     for module in pkgutil.walk_packages(functional.__path__, "rlhf_jax.functional."):
         place = module.name.removeprefix("rlhf_jax.functional.")
@@ -299,13 +299,13 @@ FUNCTIONS = functions()
 
 
 def scalars(function):
-    """The names of the options that may be traced."""
+    """The names of the traceable options."""
     parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if "Scalar" in str(p.annotation)]
 
 
 def arguments(name):
-    """The arguments of a case; options as f32[]."""
+    """The arguments of a case, with options as f32[]."""
     table, values = ARRAYS | SCALARS | CASES[name][1], {}
     signature = inspect.signature(FUNCTIONS[name.split(" ")[0]])
     for parameter in signature.parameters.values():
@@ -323,7 +323,7 @@ def test_every_public_function_has_a_case():
 
 
 def test_every_array_and_scalar_is_passed():
-    """In one of its cases; losses hand those of an aggregation on to it."""
+    """In at least one case; losses pass on the options of an aggregation."""
     passed = {name.split(" ")[0]: set() for name in CASES}
     for name in CASES:
         passed[name.split(" ")[0]] |= set(arguments(name))
@@ -390,7 +390,7 @@ def test_a_number_is_checked_and_a_traced_one_is_not(name, scalar):
 
 @pytest.mark.slow
 def test_a_grid_of_options_is_one_program():
-    """β by clip range, each as it would be alone."""
+    """A grid of β and clip ranges gives the results of separate calls."""
     arrays = {name: ARRAYS[name] for name in ("logprobs", "old_logprobs", "mask")}
 
     def loss(kl_coef, clip_range):

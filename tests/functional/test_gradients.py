@@ -47,7 +47,7 @@ EXACT = passes.Plan(vocab_size=10, chunk=4, forward=False, k=None)
 
 
 def warm(x):
-    """A temperature, which is above 0."""
+    """A positive temperature."""
     return jnp.exp(x / 4)
 
 
@@ -528,7 +528,7 @@ def test_it_composes_with_vmap_scan_and_rematerialisation(function):
 @pytest.mark.slow
 @custom
 def test_products_with_the_hessian(function):
-    """Forward or reverse mode of a gradient; there is no gradient of forward mode."""
+    """Forward or reverse mode over a gradient; forward mode itself has no gradient."""
     x, v = direction((FLAT, HEAD, ()), 1), direction((FLAT, HEAD, ()), 2)
 
     def loss(*x):

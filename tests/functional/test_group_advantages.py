@@ -37,7 +37,7 @@ def test_leave_one_out_matches_the_oracle(group_size):
 
 @pytest.mark.parametrize("group_size", [3, 8])
 def test_a_baseline_by_lengths_matches_the_oracle(group_size):
-    """Of equal lengths it is the group's mean; what does not count is in none."""
+    """For equal lengths it is the group's mean; uncounted rows are excluded."""
     lengths = np.random.default_rng(1).integers(1, 9, 24).astype(np.float32)
     options = {"group_size": group_size}
     output = advantages.length_weighted(SCORES, lengths=lengths, **options)
@@ -90,7 +90,7 @@ def test_several_rewards_are_normalised_as_trl_has_it():
 
 
 def decoupled(rewards, kept, group_size):
-    """Each reward by its group, the sum by the batch: f64 loops."""
+    """Normalises each reward by its group and the sum by the batch, in f64 loops."""
     total = np.zeros(rewards.shape[1])
     for weight, reward in zip(WEIGHTS, rewards, strict=True):
         for first in range(0, len(total), group_size):
@@ -118,7 +118,7 @@ def test_several_rewards_against_a_loop(some):
 
 
 def test_equal_sums_of_rewards_may_have_an_advantage():
-    """And the scale of a reward changes nothing, its weight does."""
+    """The scale of a reward has no effect, but its weight does."""
     rewards = np.array([[1, 0, 0.5, 0], [0, 1, 0.5, 0]], np.float32)
     plain = advantages.group_relative(rewards.sum(axis=0), group_size=4)
     assert float(plain[0]) == float(plain[1])
@@ -163,7 +163,7 @@ def test_the_two_baselines_differ_by_a_factor():
 @pytest.mark.slow
 @pytest.mark.parametrize("score", [0.1, 1e6, -3.3333333])
 def test_equal_scores_have_no_advantage(score):
-    """Though the mean of equal numbers need not be that number in float32."""
+    """Although the float32 mean of equal numbers may differ from the number."""
     scores = jnp.full(7, score, jnp.float32)
     for output in (
         advantages.group_relative(scores, group_size=7),
@@ -176,7 +176,7 @@ def test_equal_scores_have_no_advantage(score):
 
 @pytest.mark.slow
 def test_groups_keep_to_themselves():
-    """A group does not move with another's scores, be they infinite or NaN."""
+    """Scores of other groups have no effect, even if infinite or NaN."""
     poisoned = np.concatenate([SCORES[:4], np.full(4, np.nan), SCORES[8:]])
     poisoned[5] = np.inf
     alone = np.r_[0:4, 8:24]

@@ -1,12 +1,12 @@
-"""What an aggregation does to a policy gradient where responses differ in length.
+"""The effect of aggregations on a policy gradient with different lengths.
 
-A world of two words, one of which stops; a response has 1 to 3 tokens:
+The world has two tokens, one of which stops; a response has 1 to 3 tokens:
 
     response     S     aS    aaS   aaa
     tokens       1     2     3     3
 
-One logit at each depth says how likely S is there. By NumPy in float64 the gradient of
-E[r], and what is left of it once a response's share is divided by a number of tokens.
+One logit per depth gives the probability of S. NumPy in float64 computes the gradient
+of E[r], and of the same with each response's share divided by a number of tokens.
 """
 
 import jax
@@ -30,7 +30,7 @@ RATIOS = {"token_mean": (0.65, 0.59, 0.45), "sequence_mean": (0.69, 0.49, 0.33)}
 
 
 def logprobs_of(stops):
-    """f64[4, 3], of the tokens of each response, 0 behind its end."""
+    """f64[4, 3], log-probs of the tokens of each response, 0 after its end."""
     return np.where(MASK, np.where(TAKEN, np.log(stops), np.log1p(-stops)), 0.0)
 
 
@@ -40,7 +40,7 @@ TRUE = (CHANCES * REWARDS) @ SCORES
 
 
 def expected(baseline, aggregation, constant=3.0):
-    """f64[3]: E over pairs of responses of what both add to the ascent, by hand."""
+    """f64[3]: the expected ascent direction over pairs of responses, by hand."""
     total = np.zeros(3)
     for i, j in np.ndindex(4, 4):
         mean = {"group": (REWARDS[i] + REWARDS[j]) / 2, "others": REWARDS[j]}[baseline]
@@ -56,7 +56,7 @@ def expected(baseline, aggregation, constant=3.0):
 
 
 def gradient_of(baseline, aggregation, constant=3.0):
-    """f64[3]: the same by the library, a minibatch of every pair."""
+    """f64[3]: the library's expected ascent direction, with pairs as minibatches."""
     form = {"group": advantages.group_relative, "others": advantages.leave_one_out}
     options = {"normalise": False} if baseline == "group" else {}
     scale = constant if aggregation == "constant" else None
@@ -106,7 +106,7 @@ def test_a_constant_of_1_gives_the_gradient_itself():
 @pytest.mark.slow
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_names_of_kl_gradients_hold_for_the_constant(aggregation):
-    """k1 in the loss, whose gradient is named zero; k2 of responses, full reverse."""
+    """k1 in the loss has gradient zero, and k2 of responses the full reverse KL's."""
     x = logprobs_of(STOPS) - logprobs_of(REF_STOPS)
     full = (CHANCES * x.sum(axis=1)) @ SCORES
 

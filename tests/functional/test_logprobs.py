@@ -135,7 +135,7 @@ def weighted(output, weights):
 
 
 def materialised(hidden, head, tokens, temperature=0.7):
-    """The same by autodiff through all logits."""
+    """The reference implementation, by autodiff through all logits."""
     logits = jnp.einsum("bsd,vd->bsv", hidden, head)
     logprobs_ = logprobs.token_logprobs(logits, tokens, temperature=temperature)
     entropy = logprobs.entropy(logits[:, :-1], temperature=temperature)
@@ -175,7 +175,7 @@ def test_padded_rows_of_the_head_play_no_part(max_logits: int, padding: float):
     ],
 )
 def test_sizes_that_do_not_divide(words: int, width: int):
-    """Against autodiff through all logits, at every size of a chunk."""
+    """Compares with autodiff through all logits at every chunk size."""
     rng = np.random.default_rng(words)
     hidden = rng.normal(size=(2, 4, width)).astype(np.float32)
     head = rng.normal(size=(words, width)).astype(np.float32)
@@ -205,7 +205,7 @@ def test_sizes_that_do_not_divide(words: int, width: int):
 
 @pytest.mark.slow
 def test_gradient_of_one_argument_alone_and_its_products():
-    """4 products with the head where both are differentiated, 3 for hidden alone."""
+    """4 products with the head if both are differentiated, 3 for hidden alone."""
     weights = RNG.normal(size=(2, B, S)).astype(np.float32)
 
     def loss(hidden, head):
@@ -303,7 +303,7 @@ def test_under_vmap():
 
 
 def test_logits_on_a_high_level_keep_their_digits():
-    """A level that all logits of a position share moves nothing."""
+    """A constant added to all logits of a position has no effect."""
     rounded = [np.round(array * 64) / 64 for array in (HIDDEN, HEAD)]
     hidden, head = (
         np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, 1)]) for array in rounded
@@ -446,7 +446,7 @@ def test_wrong_input_says_what_to_do():
     ],
 )
 def test_a_learned_temperature_may_meet_tokens_of_probability_0(function):
-    """A logit of -inf over a temperature has an infinite slope in it."""
+    """A logit of -inf over a temperature would have an infinite slope in it."""
     rng = np.random.default_rng(0)
     logits, ref_logits = (
         jnp.asarray(rng.normal(size=(1, 3, 4)), jnp.float32).at[..., 2].set(-jnp.inf)

@@ -73,7 +73,7 @@ def language_model_loss(mask=MASK, *counts, **arrays):
 
 
 def both(counts):
-    """Of tokens and of responses; None counts the mask."""
+    """Counts of tokens and responses; None counts the mask."""
     return counts or (None, None)
 
 
@@ -129,7 +129,7 @@ SUMS = {"token_mean": 1.0, "sequence_mean": 1.0, "constant": 8 / 15}
 
 
 def cuts(rows: int):
-    """Every way to cut so many rows into neighbouring parts."""
+    """All ways to cut rows into contiguous parts."""
     for marks in itertools.product((False, True), repeat=rows - 1):
         ends = [0, *(i + 1 for i, cut in enumerate(marks) if cut), rows]
         yield [slice(a, b) for a, b in itertools.pairwise(ends)]
@@ -164,7 +164,7 @@ def test_token_weights_of_any_parts_are_those_of_the_whole(aggregation):
 
 @pytest.mark.slow
 def test_responses_of_one_length_weigh_the_same_either_way():
-    """And of unequal lengths they do not: the short one counts for more."""
+    """With unequal lengths the tokens of the short response weigh more."""
     even = np.tile(np.array([0, 1, 1, 1, 0, 0], bool), (4, 1))
     for options in ({}, BY_RESPONSE):
         losses_of = [policy_loss(m, options=options, **POLICY)[0] for m in (even, MASK)]
@@ -218,7 +218,7 @@ def test_policy_loss_matches_the_oracle(options):
 
 
 def for_oracle(options):
-    """The names of the oracle."""
+    """The arguments by the oracle's names."""
     named = {"clip": options["clip_range"]}
     if "clip_range_high" in options:
         named["clip_high"] = options["clip_range_high"]
@@ -259,7 +259,7 @@ def test_the_cases_of_the_clip(ratio, advantage, options, loss, gradient):
 
 @functools.cache
 def surrogate_with(**options):
-    """One program for all numbers of one choice of options."""
+    """One compiled program for all numbers with one choice of options."""
 
     def of(logprobs, advantage):
         return losses.policy_loss(
@@ -275,7 +275,7 @@ def surrogate_with(**options):
 
 
 def surrogate(log_ratio, advantage, options):
-    """The loss of one token, its slope in the token's log-prob, and statistics."""
+    """The loss of one token, its derivative in the log-prob, and statistics."""
     cells = (np.full((1, 1), number, np.float32) for number in (log_ratio, advantage))
     (loss_value, stats), slope = surrogate_with(**options)(*cells)
     return loss_value, slope[0, 0], stats
@@ -294,7 +294,7 @@ LOG_RATIOS = [-1e4, -100, -1, 0, 0.1, 1, 79, 85, 88, 89, 95, 100, 120, 1e4, np.i
     "advantage", [0.0, 1e-8, 1.0, 1e10, -1e-8, -1e-30, -1.0, -1e10]
 )
 def test_the_gradient_is_that_of_the_formula_wherever_it_is_finite(advantage, options):
-    """Float64 by hand: exp(1e4) is taken as inf there too, and told by its log."""
+    """By hand in float64, where exp(1e4) overflows too and its log decides."""
     low, high = 0.8, 1 + options.get("clip_range_high", 0.2)
     largest = np.log(np.finfo(np.float32).max)
     for log_ratio in LOG_RATIOS:
@@ -328,7 +328,7 @@ def test_what_is_no_number_stays_visible():
 
 @pytest.mark.slow
 def test_before_any_update_the_policy_loss_is_the_policy_gradient():
-    """Ratio 1: the loss is -mean A, its gradient -A/N, nothing is clipped."""
+    """At ratio 1 the loss is -mean A, its gradient -A/N, and nothing is clipped."""
     arrays = POLICY | {"logprobs": OLD}
     loss, stats = policy_loss(**arrays)
     expected = -oracles.masked_mean(POLICY["advantages"], MASK)
@@ -507,7 +507,7 @@ def test_garbage_changes_neither_value_nor_gradient(name: str):
 @pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("name", one_in(3, PER_TOKEN))
 def test_micro_batches_add_up_to_the_minibatch(name: str):
-    """Unequal parts, one of them without a single response token."""
+    """The parts are unequal, and one has no response token."""
     loss, arrays, trained = PER_TOKEN[name]
     pair = jax.jit(jax.value_and_grad(lambda a, m, *n: loss(m, *n, **a), has_aux=True))
     (whole, stats), gradient = pair(arrays, MASK)
@@ -574,7 +574,7 @@ def test_an_empty_mask_gives_0_and_no_gradient(name: str):
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 def test_a_minibatch_of_nothing_is_0(aggregation):
-    """Its counts, which are given, are 0."""
+    """The counts of tokens and responses are 0."""
     loss, _ = losses.entropy_bonus(
         entropy=jnp.asarray(OLD),
         mask=jnp.zeros(MASK.shape, bool),

@@ -13,7 +13,7 @@ X = np.random.default_rng(0).normal(2.0, 3.0, MASK.shape).astype(np.float32)
 
 
 def weights() -> np.ndarray:
-    """Makes every entry's gradient its own."""
+    """Weights that make the gradients of all entries different."""
     return np.arange(1, X.size + 1, dtype=np.float32).reshape(X.shape) / 10
 
 

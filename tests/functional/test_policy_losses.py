@@ -72,12 +72,12 @@ def test_without_a_bound_above_it_is_the_bound_below(name):
 
 
 def whole(b):
-    """The ratio of a whole response."""
+    """The probability ratio of a whole response."""
     return math.exp(math.fsum(NOW[b, t] - OLD[b, t] for t in columns(b)))
 
 
 def dppo(b, t, kind):
-    """The weight of a token, of its own probability before and after."""
+    """The weight of a token, from its probability before and after."""
     now, old = math.exp(NOW[b, t]), math.exp(OLD[b, t])
     low, high = {"tv": (0.05, 0.1), "kl": (0.01, 0.02)}[kind]
     distance = {
@@ -92,7 +92,7 @@ def dppo(b, t, kind):
 
 
 def gmpo(b, t):
-    """The ratio of the response, 0 where the token's own is clipped."""
+    """The ratio of the response, 0 if the token's own ratio is clipped."""
 
     def clipped(s):
         x = NOW[b, s] - OLD[b, s]
@@ -143,7 +143,7 @@ PUBLISHED = {
 
 
 def recorded():
-    """The inputs, as a surrogate reads them."""
+    """The inputs in the form that a surrogate reads."""
     names = ("logprobs", "old_logprobs", "mask")
     arrays = {name: jnp.asarray(RECORDED[name]) for name in names}
     advantages = np.broadcast_to(RECORDED["advantages"][:, None], MASK.shape)
@@ -189,7 +189,7 @@ def weights(name):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_gradient_is_that_of_a_loop(name):
-    """-w·A/N at each token, N all tokens, or responses times their lengths."""
+    """-w·A/N per token, where N counts all tokens, or responses times lengths."""
     per_token = weights(name)
     if name == "gmpo":  # every token of a response has the response's loss
         shares = np.array([[1 / 8 / length] for length in LENGTHS])
@@ -284,7 +284,7 @@ def test_ratios_far_beyond_float32_leave_everything_finite(name, shift):
 
 
 def test_a_certain_token_has_a_divergence():
-    """π = 1 or μ = 1, where 1 - π has no logarithm."""
+    """π = 1 or μ = 1, for which log(1 - π) or log(1 - μ) is -inf."""
     loss = functools.partial(DPPO, divergence="kl", threshold=0.05, threshold_high=0.05)
     arrays = {
         "old_logprobs": jnp.log(jnp.array([[0.5, 1.0, 1.0]])),
@@ -298,7 +298,7 @@ def test_a_certain_token_has_a_divergence():
 
 
 def test_a_move_back_is_never_left_out():
-    """However far a token is: its advantage asks for the way back."""
+    """However far the token is, its advantage pulls it back."""
     for kind in ("tv", "kl"):
         loss = functools.partial(
             DPPO, divergence=kind, threshold=1e-3, threshold_high=1e-3
@@ -314,7 +314,7 @@ def test_a_move_back_is_never_left_out():
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_token_of_weight_0_changes_no_other_token_s_loss(name):
-    """Its ratio is still in its response's, clipped by the sign of the response."""
+    """Its ratio still counts in the response's, clipped by the response's sign."""
     weights = (np.arange(MASK.shape[1]) % 3 > 0).astype(np.float32)
 
     def loss(advantages):

@@ -43,7 +43,7 @@ def means_of(logprobs):
 
 
 def odds_alone(logprobs):
-    """The loss less its first term, which TRL takes over other tokens."""
+    """The loss without its first term, which TRL computes over other tokens."""
     pairs = means_of(logprobs)
     loss = losses.orpo_loss(**pairs, odds_weight=0.2)[0]
     return loss + jnp.mean(pairs["chosen_logprobs"])
@@ -213,7 +213,7 @@ def test_garbage_and_cuts_change_nothing(name):
 
 @pytest.mark.slow
 def test_a_sure_response_has_finite_odds():
-    """And far log-probs neither overflow nor lose their gradient."""
+    """Extreme log-probs neither overflow nor lose their gradient."""
     loss, gradient = jax.value_and_grad(lambda x: orpo(**x)[0])(
         {
             "chosen_logprobs": np.array([-1e4, 0.0], np.float32),

@@ -36,7 +36,7 @@ def dpo_loss(pairs=PAIRS, **options):
 
 
 def lead_of(pairs=PAIRS):
-    """h in float64, the reference being nothing where there is none."""
+    """h in float64, without the reference's terms if there is none."""
     chosen, rejected, *reference = (
         np.float64(
             0 if pairs[f"{name}_logprobs"] is None else pairs[f"{name}_logprobs"]
@@ -108,9 +108,9 @@ def test_statistics_are_implicit_rewards():
 @pytest.mark.cases(quick=3)
 @for_each_kind
 def test_where_the_policy_is_the_reference(kind, smoothing):
-    """log 2 to the last bit, whatever the smoothing; IPO asks for 1/(2β), SLiC for 1.
+    """log 2 to the bit, with any smoothing; IPO aims at 1/(2β), SLiC at 1.
 
-    Of four pairs, whose sum is not rounded.
+    There are four pairs, so that the sum is not rounded.
     """
     policy = {name: x[:4] for name, x in POLICY.items()}
     same = policy | {f"ref_{name}": x for name, x in policy.items()}
@@ -140,7 +140,7 @@ def test_no_gradient_reaches_the_reference_or_the_labels(kind, smoothing):
 
 
 def test_what_both_answers_share_changes_nothing():
-    """So the partition function of the implicit reward need not be known."""
+    """So the partition function of the implicit reward cancels."""
     shift = np.float32(4)
     shifted = PAIRS | {name: x + shift for name, x in POLICY.items()}
     assert float(dpo_loss(shifted)[0]) == pytest.approx(float(dpo_loss()[0]), rel=1e-5)

@@ -35,7 +35,7 @@ def likeliest(k):
 
 
 def differentiated(logits=LOGITS, drawn=DRAWN, k=K, mask=MASK, **options):
-    """The loss of logits f[B, S, V], and its gradient."""
+    """The loss as a function of logits f[B, S, V], and its gradient."""
     top = likeliest(k)
     arrays = {
         "old_logprobs": np.take_along_axis(OLD, drawn[..., None], axis=-1)[..., 0],
@@ -56,7 +56,7 @@ def differentiated(logits=LOGITS, drawn=DRAWN, k=K, mask=MASK, **options):
 
 
 def weight(ratio, cap=math.inf, floor=None):
-    """f: 1 without a cap, the ratio up to it, or the ratio within both and else 0."""
+    """f: 1 without a cap; the ratio up to the cap; the ratio within bounds, else 0."""
     if cap == math.inf:
         return 1.0
     if floor is None:
@@ -65,13 +65,13 @@ def weight(ratio, cap=math.inf, floor=None):
 
 
 def score(b, t, v):
-    """∇ log π(v) by the logits: e_v - π."""
+    """∇ log π(v) in the logits, e_v - π."""
     now = np.exp(LOGITS[b, t]) / np.exp(LOGITS[b, t]).sum()
     return np.eye(VOCAB)[v] - now, now
 
 
 def by_loop(k=K, **bounds):
-    """-A·(f·∇log π(y) - Σ_v q̂ f ∇log π_v), q̂ the sampler's in the top k, else ρ·π."""
+    """-A·(f·∇log π(y) - Σ_v q̂ f ∇log π_v), where q̂ is μ in the top k, else ρ·π."""
     output = np.zeros(LOGITS.shape)
     for b, t in oracles.entries(MASK):
         _, now = score(b, t, 0)
@@ -93,7 +93,7 @@ def by_loop(k=K, **bounds):
 @pytest.mark.parametrize("k", [1, K, VOCAB])
 @pytest.mark.parametrize("name", BOUNDS)
 def test_the_gradient_is_that_of_a_loop(name, k):
-    """In means over tokens and over responses; the whole vocabulary has no tail."""
+    """For means over tokens and responses; the whole vocabulary has no tail."""
     bounds = BOUNDS[name]
     expected = by_loop(k, **bounds)
     for aggregation, shares in (
@@ -107,7 +107,7 @@ def test_the_gradient_is_that_of_a_loop(name, k):
 
 @pytest.mark.parametrize("name", BOUNDS)
 def test_a_constant_reward_has_no_gradient_in_expectation_over_the_sampler(name):
-    """Nor where π is far from μ; a likelihood without the mean has one."""
+    """This holds also if π is far from μ; without the mean there is a gradient."""
     constant = {"advantages": np.ones(MASK.shape, np.float32)}
     total = np.zeros(LOGITS.shape)
     for v in range(VOCAB):
@@ -175,7 +175,7 @@ def test_what_is_under_the_mask_and_in_other_parts_changes_nothing():
 
 
 def test_a_token_that_cannot_come_is_left_out():
-    """Of fewer possible tokens than k: the sampler has them at -inf."""
+    """Fewer than k tokens are possible; the sampler reports the others as -inf."""
     old = np.float32(np.log(np.array([[[0.6, 0.4, 0.0]]]) + 1e-45))
     old[..., 2] = -np.inf
     arrays = {"old_top_logprobs": old, "old_logprobs": old[..., 0]}

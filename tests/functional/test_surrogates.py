@@ -66,7 +66,7 @@ def test_losses_and_gradients_are_those_of_trl(name):
 
 
 def test_advantages_are_those_of_trl():
-    """Whose eps is 1e-4, and who leaves out what no reward function scored."""
+    """TRL's eps is 1e-4, and it excludes responses without a score."""
     for name, normalise in {"group": True, "none": False}.items():
         ours = advantages.group_relative(
             REWARDS, group_size=4, normalise=normalise, eps=1e-4
@@ -97,7 +97,7 @@ def test_what_is_not_kept_is_in_no_mean_and_no_deviation():
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_before_any_update_the_gradient_is_the_policy_gradient(name):
-    """To the last bit of -A/N, whatever the surrogate."""
+    """It equals -A/N to the bit, for any surrogate."""
     _, gradient = loss_and_gradient(VARIANTS[name], logprobs=ARRAYS["old_logprobs"])
     expected = np.where(MASK, -ARRAYS["advantages"] / MASK.sum(), 0.0)
     np.testing.assert_allclose(gradient, expected, rtol=1e-6)
@@ -167,7 +167,7 @@ def test_the_ratio_of_a_sequence_by_hand():
 
 
 def test_the_two_levels_of_a_sequence_agree_where_advantages_do():
-    """And where advantages differ within a response they do not."""
+    """They disagree if advantages differ within a response."""
     level = {"clip_range": 0.05}
     pairs = {
         equal: [
@@ -215,7 +215,7 @@ def test_what_is_reported_of_weights_and_gates():
 
 
 def test_prompts_weigh_the_same_by_prompt_mean():
-    """Each of the prompts 1/P, each token of a prompt the same, in any order."""
+    """Every prompt has 1/P and every token of a prompt the same share, in any order."""
     lengths = np.array([6, 1, 3, 4, 0, 5, 0, 0])
     mask = np.arange(6)[None, :] < lengths[:, None]
     scale = aggregation.prompt_scale(mask, group_size=4)
@@ -275,7 +275,7 @@ def test_what_does_not_fit_is_refused():
 
 @pytest.mark.parametrize("name", one_in(2, VARIANTS))
 def test_nothing_but_the_log_probs_has_a_gradient(name):
-    """Advantages and the log-probs of the sampler are data."""
+    """Advantages and the sampler's log-probs get no gradient."""
 
     def value(arrays):
         return VARIANTS[name](logprobs=RECORDED["logprobs"], mask=MASK, **arrays)[0]

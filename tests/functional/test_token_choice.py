@@ -29,7 +29,7 @@ COVARIANCES = policy_losses.covariances(
 
 
 def chosen_alone(tokens, loss=UNCLIPPED):
-    """The loss and its gradient where others have no advantage."""
+    """The loss and its gradient if the other tokens have no advantage."""
     arrays = {**ARRAYS, "advantages": jnp.where(tokens, ARRAYS["advantages"], 0.0)}
 
     def value(logprobs):

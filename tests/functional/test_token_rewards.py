@@ -70,7 +70,7 @@ def test_rewards_of_turns_stand_at_their_turns_and_the_rest_of_the_score_at_the_
 
 
 def test_the_score_mask_has_the_rest_of_the_score():
-    """N+: in the column after the last token; those of turns stay where they are."""
+    """N+ puts it after the last token; rewards of turns keep their columns."""
     output = token_rewards(
         scores=jnp.array([1.0]),
         kl=None,

@@ -76,7 +76,7 @@ def test_ranges_that_cannot_be(ranges):
 
 
 def compact(head: np.ndarray, ranges) -> np.ndarray:
-    """The head of a vocabulary that never had these ids."""
+    """The head without the rows of these ids."""
     return np.delete(head[:V], unused_ids.listed(ranges), axis=0)
 
 
@@ -164,7 +164,7 @@ KINDS = {
 
 
 def values(kind: str, ranges) -> np.ndarray:
-    """By float64 loops over a vocabulary that never had the ids."""
+    """Values by float64 loops over a vocabulary without the ids."""
     logits, ref_logits = (
         oracles.logits_from_hidden(*arrays)[:, :-1]
         for arrays in (

@@ -1,4 +1,4 @@
-"""KL by token: its numbers against loops over logits, and what the renderings show."""
+"""KL by token: its numbers against loops over logits, and its renderings."""
 
 import dataclasses
 import html.parser
@@ -137,7 +137,7 @@ def test_what_cannot_be_scored(tokens, model, message):
 
 
 def test_tokens_read_as_in_their_place(shared_data):
-    """Of real byte-level tokens, with characters of several tokens among them."""
+    """With real byte-level tokens, some characters of which take several tokens."""
     reader = tokenization.load_tokenizer(shared_data / "gpt2-tokenizer")
     text = "Naïve “café” 🙂🤖 for  two\n\n\tlines — 日本語."
     ids = reader(text)["input_ids"]
@@ -157,7 +157,7 @@ TOKENS = [
 
 
 class Page(html.parser.HTMLParser):
-    """Every tag with its attributes, and the text of each part of the page."""
+    """Collects every tag with its attributes, and the text of each part."""
 
     def __init__(self, text):
         super().__init__()

@@ -130,7 +130,7 @@ def test_bfloat16_is_close_and_logits_stay_float32(model):
 @pytest.mark.cases(quick=1)
 @for_each_family
 def test_a_layer_is_compiled_once(model):
-    """The program of eight layers has the size of that of two."""
+    """The programs of eight layers and of two have equal sizes."""
 
     def program(num_layers):
         deep = dataclasses.replace(model, num_layers=num_layers)
@@ -266,9 +266,9 @@ def test_bad_shapes_and_configs_are_named():
 @pytest.mark.slow
 @for_each_family
 def test_the_gradient_of_many_tokens_is_that_of_their_parts(model):
-    """XLA for CPU (JAX 0.12.0) compiles a bare normalisation's gradient wrongly there.
+    """XLA for CPU (JAX 0.12.0) compiles the gradient of a lone normalisation wrongly.
 
-    From 4096 rows on; within a whole decoder it has not been seen to.
+    This happens from 4096 rows on, and has not been seen within a whole decoder.
     """
     model = dataclasses.replace(model, max_positions=640)
     params = tiny.params(model)

@@ -1,4 +1,4 @@
-"""Gated DeltaNet: chunks, the recurrence and a float64 loop over tokens are one."""
+"""Gated DeltaNet: chunks, the recurrence and a float64 loop over tokens agree."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ TEXTS = np.array([[0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 3, 3], [1] * COLUMNS], np.in
 
 
 def drawn(seed=0, columns=COLUMNS, scale=1.0):
-    """Keys as alike as a repeated token's, and decays from 1 to 1e-4."""
+    """Inputs with nearly equal keys, like a repeated token's; decays from 1 to 1e-4."""
     rng = np.random.default_rng(seed)
     key = 1.0 + 0.3 * rng.normal(size=(ROWS, columns, KEY_HEADS, KEY))
     key /= np.linalg.norm(key, axis=-1, keepdims=True)
@@ -78,7 +78,7 @@ def test_chunks_are_the_recurrence_in_float64(chunk):
 @pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("columns", [1, 63, 65, 200])
 def test_long_rows_of_one_text(columns):
-    """With decays near 1, so that all of a row is remembered."""
+    """Decays are near 1, so the state remembers the whole row."""
     arrays = drawn(columns=columns, scale=1e-3)
     texts = np.zeros((ROWS, columns), np.int32)
     expected, expected_memory = by_oracle(*arrays, texts=texts)
@@ -91,7 +91,7 @@ def test_long_rows_of_one_text(columns):
 
 
 def test_a_key_that_is_repeated_a_whole_chunk():
-    """β = 1 and α = 1: powers of L would reach 1e18."""
+    """With β = 1 and α = 1, powers of L would reach 1e18."""
     query, key, value, *_ = drawn(columns=64)
     key[:] = key[:, :1]
     ones = np.ones((ROWS, 64, HEADS), np.float32)
@@ -150,7 +150,7 @@ def logprobs(model, tokens, mask, **options):
 
 @pytest.mark.slow
 def test_padding_leaves_the_state_as_it_is():
-    """The same state and the same next token, whatever stands at the padding."""
+    """State and next token are the same for any content of the padding."""
     model, params = tiny.HYBRID, tiny.params(tiny.HYBRID)
     prefill = toys.jit(functools.partial(decoder.prefill, model=model))
     states = []

@@ -1,4 +1,4 @@
-"""Gradients of the roles: policy, critic and decoder, looped and one by one."""
+"""Gradients of policy, critic and decoder, with layers scanned and unrolled."""
 
 import dataclasses
 

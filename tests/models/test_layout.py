@@ -1,4 +1,4 @@
-"""Layouts change speed alone: layers one by one, caches in windows, fewer columns."""
+"""Layouts change only speed: unrolled layers, growing caches, fewer columns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPT, NEW = 5, 4
 
 
 def batch(rows: int = 3, columns: int = PROMPT + NEW) -> tuple[Array, Array]:
-    """Left-padded prompts with responses of uneven length, garbage at padding."""
+    """Left-padded prompts, responses of uneven length, and garbage at padding."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, toys.GPT2.vocab_size, (rows, columns))
     column = np.arange(columns)[None, :]
@@ -171,7 +171,7 @@ def test_a_product_and_its_gradients(left, right):
 
 
 def test_a_product_of_other_shapes_and_in_shard_map():
-    """Where it has no gradient of its own."""
+    """In these cases it has no custom gradient."""
     x, w = jnp.arange(48.0).reshape(4, 4, 3), jnp.arange(6.0).reshape(3, 2)
     gradient = jax.grad(lambda w: layout.product(x, w).sum())(w)
     np.testing.assert_allclose(gradient, np.full((3, 2), x.sum((0, 1))[:, None]))
@@ -278,7 +278,7 @@ def test_a_turned_product_and_its_gradients(dtype):
 
 
 def test_matrices_are_cast_once_before_tokens_are_decoded():
-    """A GPU's compiler would cast float32 at every token; norms compute in it."""
+    """A GPU's compiler would cast at every token; norms stay in float32."""
     model = dataclasses.replace(toys.LLAMA, num_layers=2, dtype="bfloat16")
     params = toys.params(model)
     layers = cached_decoder.layers_to_decode(params, model=model, rows=5)
@@ -417,7 +417,7 @@ def on_other_platforms(*args, cpu, default):
 
 @pytest.mark.parametrize("way", ["jit", "vmap", "plain", "accelerator"])
 def test_change_if_changes_all_or_nothing(way, monkeypatch):
-    """To the bit, whatever the change would have been."""
+    """Checked to the bit."""
     if way == "accelerator":
         monkeypatch.setattr(jax.lax, "platform_dependent", on_other_platforms)
     tree = {"a": jnp.array([1.5, -0.0, 3.0]), "b": jnp.arange(3)}
@@ -492,7 +492,7 @@ def test_chunks_of_words_are_as_many_times_larger_as_devices_share_them(
 
 
 def test_parameters_are_made_and_counted_without_the_kernel():
-    """Attention has none, so that no machine needs cuDNN for them."""
+    """The attention engine has no parameters, so that no machine needs cuDNN here."""
     model = dataclasses.replace(toys.LLAMA, dtype="bfloat16", attention="cudnn")
     plain = dataclasses.replace(model, attention="xla")
     key, adapter = jax.random.key(0), lora.LoRA(rank=2)

@@ -1,4 +1,4 @@
-"""Adapters: what they compute, what they leave alone, and PPO over one frozen base."""
+"""Adapters: their values, their frozen base, and PPO over one base."""
 
 import dataclasses
 import functools
@@ -64,7 +64,7 @@ scores_of = toys.jit(rewards.sequence_scores, static_argnames=("model",))
 
 
 def trained(model, *, options=ALL, seed=0):
-    """Adapters as training leaves them: no B is 0."""
+    """Adapters as after training: no B is 0."""
     start = fresh(jax.random.key(seed), model=model, lora=options)
     return toys.perturbed(start, seed=seed, scale=0.2)
 
@@ -80,7 +80,7 @@ def logits(params, *, model):
 
 
 def by_hand(base, adapters, *, scale):
-    """W + scale · A B in float64, layer by layer."""
+    """W + scale · A B of each layer, in float64."""
     changed = jax.tree.map(np.array, base)
     for part, modules in adapters["layers"].items():
         for name, pair in modules.items():
@@ -130,7 +130,7 @@ def test_a_rank_above_a_layer_s_smaller_width_is_refused():
 
 @pytest.mark.slow
 def test_a_starts_uniform_and_b_at_zero():
-    """As torch.nn.Linear starts, which is what PEFT does: variance 1 / (3 · in)."""
+    """Like torch.nn.Linear and PEFT: variance 1 / (3 · in)."""
     wide = dataclasses.replace(toys.GPT2, intermediate_size=4096)
     adapters = fresh(KEY, model=wide, lora=dataclasses.replace(ALL, rank=16))
     down = np.asarray(adapters["layers"]["mlp"]["down"]["lora_a"])
@@ -317,7 +317,7 @@ def test_the_gradient_is_that_of_a_and_b_and_of_nothing_else():
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, "int8"])
 def test_the_backward_pass_holds_no_second_base(dtype):
-    """Kept for the gradient: activations, but not the kernels that were read."""
+    """The gradient keeps activations, but no kernels that were read."""
     deep = dataclasses.replace(
         toys.LLAMA, num_layers=8, hidden_size=64, head_dim=32, intermediate_size=256
     )
@@ -341,7 +341,7 @@ def test_the_backward_pass_holds_no_second_base(dtype):
 
 
 def small_update(stage, start, **of_stage):
-    """Two steps of Adam over a frozen base; the base is verified afterwards."""
+    """Two steps of Adam over a frozen base, which is verified afterwards."""
     base = toys.freeze(toys.params())
     optimizer = optax.adam(1e-2)
     step = toys.jit(
@@ -418,14 +418,14 @@ def start_state(settings=SETTINGS):
 
 
 def judge():
-    """A frozen reward model of adapters, as if trained."""
+    """A frozen reward model with adapters, as after training."""
     start = of_base(jax.random.key(3), model=toys.LLAMA, lora=ALL)
     return toys.freeze(toys.perturbed(start, seed=4, scale=0.3))
 
 
 @pytest.fixture(scope="module")
 def run():
-    """Policy, critic, reward model and reference over one base, four iterations."""
+    """Four iterations of policy, critic, reward model and reference over one base."""
     source = toys.params(toys.LLAMA)  # kept for all tests, so not one of these
     gc.collect()
     before = {id(array) for array in jax.live_arrays()}
@@ -470,7 +470,7 @@ def test_kl_is_exactly_zero_before_any_update_and_not_after(run):
 
 @pytest.mark.slow
 def test_four_models_hold_one_base(run):
-    """Counted from the live arrays: no second copy of the base is anywhere."""
+    """Counted from the live arrays: there is no second copy of the base."""
     base = storage.nbytes(run["base"].stored)
     named = sum(
         storage.nbytes(run[name]) for name in ("base", "state", "reward", "prompts")
@@ -511,7 +511,7 @@ def test_adapters_have_moved_and_the_base_has_not(run):
 
 @pytest.mark.slow
 def test_policy_adapters_run_as_the_merged_model_does(run):
-    """The whole way once more, without LoRA: merged parameters sample the same."""
+    """Sampled again without LoRA: merged parameters give the same samples."""
     merged = merge(run["base"].stored, run["state"].policy, lora=ALL)
     plain = dataclasses.replace(SETTINGS, lora=None)
     sample = toys.jit(ppo.sample, static_argnames=("recipe",))
@@ -531,7 +531,7 @@ def test_policy_adapters_run_as_the_merged_model_does(run):
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", ["device", "pinned_host"])
 def test_adapters_are_trained_over_a_base_in_int8(memory):
-    """In either memory; the reference is that very base, so KL starts at 0 again."""
+    """In either memory; the reference is the base itself, so the KL starts at 0."""
     params = toys.params(toys.LLAMA)
     base = frozen.freeze(params, dtype="int8", memory=memory)
     reward = rewards.from_model(judge(), model=toys.LLAMA, base=base, lora=ALL)

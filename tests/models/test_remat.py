@@ -1,4 +1,4 @@
-"""What a gradient computes again: the same numbers, in less memory."""
+"""Rematerialisation: the same gradients, in less memory."""
 
 import dataclasses
 import functools
@@ -40,7 +40,7 @@ def texts(lengths, size):
 
 
 def value_and_grad(trained, batch, *, model, base=None, adapters=None):
-    """Of the language-model loss a token."""
+    """Value and gradient of the language-model loss per token."""
 
     def loss(trained):
         params = adapted_params(trained, base=base, lora=adapters)
@@ -51,7 +51,7 @@ def value_and_grad(trained, batch, *, model, base=None, adapters=None):
 
 
 def assert_near(output, expected):
-    """To 1e-6 of the largest entry of each leaf."""
+    """Asserts equality within 1e-6 of the largest entry of each leaf."""
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(
             a, b, rtol=0, atol=1e-6 * np.abs(np.asarray(b)).max()
@@ -77,7 +77,7 @@ def test_remat_changes_no_number(model):
 
 
 def temporaries(model):
-    """Bytes that the program of a gradient needs beside parameters and gradient."""
+    """Temporary bytes of the gradient's program."""
     params = jax.eval_shape(lambda: decoder.init(jax.random.key(0), model=model))
     compute = jax.jit(functools.partial(value_and_grad, model=model))
     program = compute.lower(params, texts([SIZE] * ROWS, SIZE)).compile()
@@ -85,13 +85,13 @@ def temporaries(model):
 
 
 def temporaries_in_arrays(model, *, remat, num_layers):
-    """In arrays f32[ROWS, SIZE, WIDTH]."""
+    """The temporary bytes in units of an f32[ROWS, SIZE, WIDTH]."""
     model = dataclasses.replace(model, remat=remat, num_layers=num_layers)
     return temporaries(model) / (4 * ROWS * SIZE * WIDTH)
 
 
 def kept_of_a_layer(model, *, remat):
-    """What another layer adds."""
+    """The temporaries that one more layer adds."""
     need = functools.partial(temporaries_in_arrays, model, remat=remat)
     return (need(num_layers=16) - need(num_layers=8)) / 8
 
@@ -119,7 +119,7 @@ def test_what_a_gradient_keeps_of_a_layer(model, dots):
 
 @pytest.mark.long
 def test_a_stored_base_is_not_kept_as_it_was_read():
-    """A gradient to adapters holds its layers in float32 one at a time."""
+    """A gradient by adapters reads the base's layers in float32 one at a time."""
     adapters = lora.LoRA(rank=2)
     small = dataclasses.replace(GPT2, num_layers=32, max_positions=8)
     params = tiny.params(small)

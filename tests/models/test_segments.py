@@ -1,4 +1,4 @@
-"""Texts packed into one row are read as if each stood alone."""
+"""Texts packed into one row are read as if each were alone."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ for_each_family = pytest.mark.parametrize("model", tiny.BOTH, ids=tiny.NAMES)
 
 
 def packed(columns, *, rows=ROWS, width=WIDTH, fill=0):
-    """[rows, width] of one number a token, and which text each is of, from 1."""
+    """([rows, width] of one number per token, the segment of each token, from 1)."""
     array = np.full((len(rows), width), fill, columns[0].dtype)
     segments = np.zeros((len(rows), width), np.int32)
     for row, texts in enumerate(rows):
@@ -41,7 +41,7 @@ ALONE = tuple((text,) for text in range(len(TEXTS)))
 
 @functools.partial(jax.jit, static_argnames=("model",))
 def value_and_gradient(params, *, model, tokens, segments, weights, mask=None):
-    """(Σ w·(log-prob + entropy), both), and the gradient."""
+    """((Σ w·(log-prob + entropy), (log-probs, entropies)), gradient)."""
 
     def total(params):
         output = policy.logprobs_and_entropy(
@@ -71,7 +71,7 @@ def of_texts(model, tokens, *, rows=ROWS, width=WIDTH, segmented=True):
 
 
 def by_text(array, *, rows=ROWS, width=WIDTH):
-    """A [rows, width] array taken apart, text by text."""
+    """Splits a [rows, width] array into texts."""
     _, segments = packed(TEXTS, rows=rows, width=width)
     arrays = {}
     for row, texts in enumerate(rows):
@@ -87,7 +87,7 @@ def by_text(array, *, rows=ROWS, width=WIDTH):
     ids=lambda model: model.family,
 )
 def test_packed_texts_have_the_log_probs_and_gradients_of_texts_alone(model):
-    """The texts alone without segments, by the program that everything else uses."""
+    """Single texts have no segments, and use the ordinary program."""
     (_, together), gradient = of_texts(model, TEXTS)
     (_, apart), expected = of_texts(model, TEXTS, rows=ALONE, width=7, segmented=False)
     for left, right in zip(together, apart, strict=True):
@@ -107,7 +107,7 @@ def test_packed_texts_have_the_log_probs_and_gradients_of_texts_alone(model):
 @pytest.mark.slow
 @for_each_family
 def test_a_text_does_not_see_its_neighbours(model):
-    """Not by a bit, whatever they say, before or after it."""
+    """Its numbers do not change by a bit with the texts before and after it."""
     (_, before), _ = of_texts(model, TEXTS)
     for changed in range(len(TEXTS)):
         others = [(text + 1) % tiny.VOCAB for text in TEXTS]
@@ -145,7 +145,7 @@ def test_what_stands_at_padding_is_not_read(model):
 
 @pytest.mark.slow
 def test_rows_may_be_wider_than_the_learned_positions():
-    """A text has the context of the model, however many stand before it in its row."""
+    """Each text has the model's whole context, wherever it begins in its row."""
     model = tiny.GPT2
     count = model.max_positions  # 24
     text = RNG.integers(0, tiny.VOCAB, count)
@@ -184,7 +184,7 @@ def test_segments_of_another_shape():
 
 @pytest.mark.slow
 def test_texts_that_share_a_beginning():
-    """The beginning stands once: a b, then c d and e, which both go on from it."""
+    """The shared beginning is stored once: a b, then the continuations c d and e."""
     model, params = tiny.LLAMA, tiny.params(tiny.LLAMA)
     compute = jax.jit(decoder.hidden_states, static_argnames=("model",))
     a, b, c, d, e = 3, 5, 7, 2, 11

@@ -1,4 +1,4 @@
-"""What a program costs, counted from its text: against counts by hand."""
+"""Costs counted from a program's text, against counts by hand."""
 
 import dataclasses
 
@@ -114,7 +114,7 @@ def test_blocks_that_are_visited_by_hand():
 
 @pytest.mark.slow
 def test_blockwise_attention_counts_the_blocks_that_it_visits():
-    """By the products of a gradient: 2 of its forward pass, and 5 of its backward."""
+    """Counts a gradient's products: 2 of the forward pass and 5 of the backward."""
     visits = workload.block_visits(ATTENTION, columns=600, context=1, backend="cpu")
     query = shape(3, 2, 600, 8)
     segments = jax.ShapeDtypeStruct((3, 600), jnp.int32)
@@ -136,7 +136,7 @@ ROWS, COLUMNS = 3, 10
 
 
 def by_hand(model, *, passes):
-    """2 N a token and 4 S D a token of attention, forward; twice as much backward."""
+    """Forward: 2 N per token, and 4 S D for attention; backward twice as much."""
     size, width = model.hidden_size, model.num_heads * model.head_dim
     kernels = 2 * size * (width + model.num_kv_heads * model.head_dim)
     mlp = (3 if model.gated_mlp else 2) * size * model.intermediate_size
@@ -145,7 +145,7 @@ def by_hand(model, *, passes):
 
 
 def trained(model, *, passes):
-    """Products of a forward pass, or of one with its gradient."""
+    """FLOPs of a forward pass, or of a forward pass with its gradient."""
     params = jax.eval_shape(lambda: decoder.init(jax.random.key(0), model=model))
     tokens = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.int32)
     mask = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.bool_)
@@ -171,7 +171,7 @@ def test_a_decoder_of_grouped_queries():
 
 @pytest.mark.slow
 def test_remat_is_one_more_pass():
-    """But for the last product of a layer, which the gradient does not need."""
+    """Without the last product of a layer, which the gradient does not need."""
     model = dataclasses.replace(tiny.GPT2, remat="full")
     most = by_hand(model, passes=4)
     last = 2 * model.num_layers * ROWS * COLUMNS * 16 * 64
@@ -213,7 +213,7 @@ def test_the_devices_of_a_group(groups, expected):
 
 
 def test_what_leaves_a_node():
-    """8 devices in 2 nodes of 4: what a node lacks comes once, over 4 networks."""
+    """8 devices in 2 nodes of 4: a node receives what it lacks once, by 4 links."""
     assert Collective("all-gather", 80, 8, 2).across == 40 / 4
     assert Collective("reduce-scatter", 80, 8, 2).across == 40 / 4
     assert Collective("all-reduce", 80, 8, 2).across == 2 * 40 / 4
@@ -239,7 +239,7 @@ ENTRY %main (p: bf16[64,128], q: bf16[512,128], i: s32[8]) -> bf16[512,128] {
 
 
 def test_rows_that_are_sent_to_their_experts_and_not_the_room_for_them():
-    """64 rows of each of 8 devices there, and back."""
+    """Each of 8 devices sends 64 rows there, and receives them back."""
     assert cost.cost(RAGGED).collectives == {
         Collective("all-to-all", 4 * 8, 8): 1,
         Collective("ragged-all-to-all", 2 * 64 * 128, 8): 2,
@@ -284,7 +284,7 @@ ENTRY %main (q: bf16[2,32,4,16], k: bf16[2,32,2,16], v: bf16[2,32,2,16]) -> bf16
     [("", "NO_MASK", 2), ("", "PADDING_CAUSAL", 1), ("Backward", "CAUSAL", 2.5)],
 )
 def test_the_products_of_cudnn_s_attention(target, mask, products):
-    """q·kᵀ and shares·v, each 2·B·H·S·S·d; a gradient has five such products."""
+    """q·kᵀ and p·v cost 2·B·H·S·S·d each; a gradient has five such products."""
     work = cost.cost(CUDNN.replace("TARGET", target).replace("MASK", mask, 1))
     assert work.flops == products * 2 * 2 * 4 * 32 * 32 * 16
     # What it reads and writes, and no logits.
@@ -310,7 +310,7 @@ ENTRY %main (m: s8[1,8,GRID], q: bf16[2,4,1024,64], k: bf16[2,2,1024,64]) -> bf1
 )
 @pytest.mark.parametrize(("grid", "pairs"), [(8, 1024 * 512), (3, 8 * 3 * 128**2)])
 def test_the_products_of_splash_attention(kind, results, products, grid, pairs):
-    """Of a causal mask half of the pairs, of a window the blocks that are visited."""
+    """A causal mask costs half of the pairs, a window the visited blocks."""
     text = SPLASH.replace("KIND", kind).replace("GRID", str(grid))
     text = text.replace("ENDING", "" if kind == "fwd" else f"_{kind}")
     text = text.replace("RESULTS", ", ".join(["bf16[2,4,1024,64]{3,2,1,0}"] * results))
@@ -350,7 +350,7 @@ ENTRY %main (a: bf16[64,8,128]) -> bf16[64,8,128] {
     ],
 )
 def test_what_slices_send_each_other(target, kind, expected):
-    """By the form that libtpu writes it in; what stays on a host is none."""
+    """Only exchanges between slices, in libtpu's form, are counted."""
     text = SLICES.replace("TARGET", target).replace("KIND", kind)
     work = cost.cost(text)
     assert work.collectives == {expected: 1}
@@ -359,7 +359,7 @@ def test_what_slices_send_each_other(target, kind, expected):
 
 
 def test_collectives_by_kind_and_size():
-    """Rows over 4 devices, a matrix over 4: gathered in the forward pass."""
+    """Rows and a matrix, both over 4 devices: the forward pass gathers the matrix."""
     mesh = MeshShape(fsdp=4).make(jax.devices()[:4])
 
     def on(*axes):
@@ -385,7 +385,7 @@ def test_collectives_by_kind_and_size():
 
 @pytest.mark.slow
 def test_every_device_holds_as_many_logits_as_one(monkeypatch):
-    """A sharded head is gathered once a chunk: more devices must not be more chunks."""
+    """A sharded head is gathered once per chunk: more devices must not add chunks."""
     monkeypatch.setattr("rlhf_jax.roles.policy.MAX_LOGITS", 2 * 128 * 4)
     model, columns = tiny.GPT2, 17
     params = jax.eval_shape(lambda: decoder.init(jax.random.key(0), model=model))
@@ -415,7 +415,7 @@ def test_every_device_holds_as_many_logits_as_one(monkeypatch):
 
 @pytest.mark.slow
 def test_words_that_are_sharded_are_computed_where_they_lie():
-    """Four products with the head, one device an eighth of each."""
+    """Four products with the head; a device computes an eighth of each."""
     rows, columns, width, words = 2, 9, 16, 16 * 8
     mesh = MeshShape(tensor=8).make()
 
@@ -488,7 +488,7 @@ ENTRY %main.1 (a.0: bf16[32,1024,4096,1], a.1: bf16[32,128,4096,1], a.2: bf16[64
 
 
 def test_the_text_of_a_tpu():
-    """A product written as a convolution, a gather in two pieces, a loop by twos."""
+    """A product written as a convolution, a gather in two parts, an unrolled loop."""
     work = cost.cost(TPU)
     assert work.flops == 2 * 32 * 1024 * 4096 * 4096
     # 5 turns: 0, 2, 4, 6, 8.
@@ -509,7 +509,7 @@ ENTRY %main.1 (a: bf16[64,256], b: bf16[256,32]) -> (bf16[64,32], s8[4096]) {
 
 
 def test_the_text_of_a_gpu():
-    """A product that cuBLAS takes over."""
+    """A product computed by cuBLAS."""
     assert cost.cost(GPU).flops == 2 * 64 * 256 * 32
 
 
@@ -555,7 +555,7 @@ ENTRY %main.1 (a.0: bf16[4096,1024], a.1: bf16[8,4096], a.2: bf16[4096,1024]) ->
 
 
 def test_weights_behind_a_view_and_a_prefetch_are_read_once():
-    """By hand: each matrix once, x twice, each result once."""
+    """By hand: each matrix is read once, x twice, each result is written once."""
     matrix, rows, result = 2 * 4096 * 1024, 2 * 8 * 4096, 2 * 8 * 1024
     work = cost.cost(PREFETCHED)
     assert work.bytes == 2 * matrix + 2 * rows + 2 * result
@@ -563,7 +563,7 @@ def test_weights_behind_a_view_and_a_prefetch_are_read_once():
 
 
 def test_a_copy_counts_where_it_comes_from_and_where_it_goes():
-    """Off the chip it is written; of a slice that is fetched, its part is read."""
+    """A copy off the chip is counted as written; a fetched slice, as read."""
     matrix = 2 * 4096 * 1024
     row = next(line for line in PREFETCHED.splitlines() if "copy-start" in line)
     copied = PREFETCHED.replace(row, row.replace("S(1)}", "}", 1))

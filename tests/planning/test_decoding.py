@@ -1,4 +1,4 @@
-"""A decoded token by hand, against the published sizes of a model."""
+"""The cost of a decoded token by hand, from a model's published sizes."""
 
 import dataclasses
 from typing import Any
@@ -54,7 +54,7 @@ def test_seconds_are_those_of_memory_and_of_every_collective():
 
 
 def test_by_hand_a_column_is_read_from_when_it_is_filled():
-    """Of 3 + 5 columns after the first token, 4 to 7: 5.5 in the mean of four turns."""
+    """Of 3 + 5 columns, 4 to 7 are read after the first token: 5.5 on average."""
     model = dataclasses.replace(LLAMA, dtype="bfloat16")
     column = 32 * 2 * 8 * 128 * 2
 
@@ -85,7 +85,7 @@ def test_by_hand_a_column_is_read_from_when_it_is_filled():
 
 
 def test_experts_that_rows_meet_are_read_once():
-    """Qwen3-30B-A3B: of 128 experts a row meets 8, and of 48 layers each its own."""
+    """Qwen3-30B-A3B: in each of 48 layers a row uses 8 of 128 experts."""
     model = registry.KNOWN["qwen3-30b-a3b"]
     expert = 48 * 3 * 2048 * 768
     others = 48 * (2 * 2048 * 4096 + 2 * 2048 * 512 + 2048 * 128) + 151_936 * 2048
@@ -106,7 +106,7 @@ def test_experts_that_rows_meet_are_read_once():
 
 @pytest.mark.slow
 def test_a_plan_tells_experts_that_are_read_and_the_record_of_them(monkeypatch):
-    """16 rows of 6 + 4 columns; two layers of 8 experts of which a token meets 2."""
+    """16 rows of 6 + 4 columns; two layers of 8 experts, of which a token uses 2."""
     shape = dataclasses.replace(
         LLAMA,
         vocab_size=128,
@@ -150,7 +150,6 @@ def run(*words, **shape):
 
 
 def place(config: Any):
-    """Where a run samples."""
     return config.placement.sampler
 
 
@@ -160,7 +159,7 @@ def placed(*words, **shape):
 
 
 def layouts(config, options, target):
-    """Every mesh that the run might be sampled on."""
+    """Every mesh on which the run could sample."""
     mesh = target.mesh
     models = shapes.of_run(
         config,

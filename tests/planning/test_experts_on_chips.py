@@ -1,4 +1,4 @@
-"""Layers of experts as chips' compilers have them, against counts by hand (slow)."""
+"""Expert layers as compiled for real chips, against counts by hand (slow)."""
 
 import importlib.util
 
@@ -46,6 +46,6 @@ def test_a_decoded_token_reads_the_experts_that_its_rows_meet(found):
 
 
 def test_no_rows_are_repeated_for_every_expert(found):
-    """As XLA does for a GPU that has no kernel of ours."""
+    """XLA repeats them for a GPU without our kernel."""
     repeated = experts.EXPERTS * experts.TOKENS * experts.PER_TOKEN * experts.WIDTH
     assert found["trained"]["temporary"] < 2 * repeated

@@ -1,7 +1,7 @@
-"""A gate on compiled programs: nothing is wasted at two layers of real width (slow).
+"""A gate on compiled programs of two layers of real width: no waste (slow).
 
-What `programs/gate.py` finds is named by instruction; the bytes of a decoded token are
-held against weights and cache, counted by hand from the models' published sizes.
+`programs/gate.py` names wasteful instructions; the bytes of a decoded token are
+compared with weights and cache, counted by hand from the models' published sizes.
 """
 
 import importlib.util
@@ -31,7 +31,7 @@ FEW = 4  # exchanges of [B] for a token: of tokens drawn, of rows that have stop
 
 
 def cases():
-    """Every chip, model, mesh and way to train; but for a few a compile is long."""
+    """Every chip, model, mesh and way to train; all but two are marked long."""
     quick = {(H100, "8B", "fsdp=8", None), (H100, "8B", "fsdp=4,tensor=2", LORA)}
     for case in itertools.product([H100, V5E, V6E], SIZES, MESHES, [None, LORA]):
         if case == (V5E, "8B", "data=8", None):
@@ -55,7 +55,7 @@ def compiled(request):
 
 
 def floor(size, *, lora, data, tensor):
-    """Bytes of a token on a chip: bfloat16 weights once, and the filled cache once."""
+    """Bytes per token on a chip: bfloat16 weights once and the filled cache once."""
     width, queries, keys, mlp, vocab = SIZES[size]
     linear = [(width, queries), (width, keys), (width, keys), (queries, width)]
     linear += [(width, mlp), (width, mlp), (mlp, width)]
@@ -77,7 +77,7 @@ def test_a_token_reads_weights_and_cache_once(compiled):
 
 
 def test_a_token_exchanges_what_its_layers_sum(compiled):
-    """Two sums per layer, one of the embedding, the logits; and the tokens drawn."""
+    """Two sums per layer, one of the embedding, the logits, and the sampled tokens."""
     (_, size, _, _), found = compiled
     together = f"tensor={TOGETHER[size]}" in found["layout"]
     least = 2 * gate.LAYERS + 2 if together else 0

@@ -1,4 +1,4 @@
-"""What the gate finds in a program, of programs that are written by hand."""
+"""Findings of the gate in programs written by hand."""
 
 import gate
 

@@ -1,4 +1,4 @@
-"""Lengths from files, and the batch that stands for them."""
+"""Lengths read from files, and the batch that represents them."""
 
 import functools
 
@@ -50,7 +50,7 @@ def test_the_batch_has_the_quantiles_of_the_file():
 
 @pytest.mark.slow
 def test_what_a_histogram_changes_of_a_plan():
-    """Tokens, model FLOPs and the sampler's turns: no shape, as rows are padded."""
+    """Tokens, model FLOPs and the sampler's turns change; shapes do not, by padding."""
     config, options = planned.parsed("ppo", "--batch-size=4", "--max-new-tokens=200")
     of = functools.partial(
         job.workload_of, config, options, target=planned.target_of(config, options)

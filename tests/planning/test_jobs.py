@@ -1,4 +1,4 @@
-"""The jobs that are planned: what they hold, what they run, and their options."""
+"""Planned jobs: their arrays, programs and options."""
 
 import itertools
 
@@ -32,7 +32,7 @@ STAGES = {
 @pytest.mark.parametrize("algorithm", one_in(5, JOBS))
 @pytest.mark.parametrize("lora", one_in(2, ["None", "2"]))
 def test_every_program_of_every_job_traces(algorithm, lora):
-    """Arguments fit, rows stand first in what is named a batch, states return."""
+    """Arguments fit, batches have their rows first, and states are returned."""
     work = work_of(algorithm, f"--lora={lora}", "--micro-batch-size=8")
     assert [program.name for program in work.programs] == JOBS[algorithm]
     for program in work.programs:
@@ -77,7 +77,7 @@ def test_what_each_job_holds():
 
 @pytest.mark.slow
 def test_the_model_flops_of_every_job():
-    """Forward passes, f, or h with a head; a gradient is two more."""
+    """f is a forward pass, h one with a head; a gradient costs two more."""
     config, options = parsed("ppo")
     model = job.start_of(config, options, target=target_of(config, options)).model
     texts = Texts(6, (4,) * 16)
@@ -128,7 +128,7 @@ def test_advice_of_a_job_without_a_critic():
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", JOBS)
 def test_a_plan_of_every_job(algorithm, capsys, tmp_path):
-    """By this machine's compiler, on 8 virtual devices; the tables say what it is."""
+    """Compiled on this machine for 8 virtual devices, as the tables say."""
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("1\n2\n4\n4\n")
     words = ("--placement.policy=fsdp=8", f"--lengths={lengths}")

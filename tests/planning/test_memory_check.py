@@ -1,4 +1,4 @@
-"""What a run must hold at the least, by hand, against limits just above and below."""
+"""The least memory of a run by hand, against limits just above and below."""
 
 import gc
 
@@ -39,7 +39,6 @@ def floats(count):
 
 
 def trained(count):
-    """Parameters with two moments."""
     return floats(3 * count) + COUNTS
 
 
@@ -362,7 +361,7 @@ def test_what_a_device_has():
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_compiler_asks_for_no_less(dtype):
-    """Of the programs that make the KV cache and the gradients."""
+    """Compares with the programs that make the KV cache and the gradients."""
     config, options = planned.parsed(
         *("ppo", "--batch-size=2", "--prompt-length=1", "--max-new-tokens=40"),
         f"--dtype={dtype}",

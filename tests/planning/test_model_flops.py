@@ -1,4 +1,4 @@
-"""What a model needs, token by token, and the MFU that follows from it."""
+"""Model FLOPs token by token, and the resulting MFU."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ LOCAL = dataclasses.replace(
 
 
 def by_token(model, texts, *, head, first=0):
-    """Every product of every token from column `first` of each text on."""
+    """FLOPs of every product of every token from column `first` of each text on."""
     total = 0
     heads = model.num_heads * model.head_dim
     size = model.hidden_size
@@ -79,14 +79,14 @@ def test_a_gradient_is_two_passes_more_and_that_of_adapters_one():
 
 
 def test_six_parameters_a_token():
-    """Of a 7B model and short texts a step of training is 6 N a token, about."""
+    """A training step of a 7B model on short texts costs about 6 N per token."""
     model = registry.KNOWN["llama-2-7b"]
     flops = model_flops.training(model, Texts(0, (64,)), head=True, adapters=None)
     assert flops == pytest.approx(6 * 6.738e9 * 64, rel=0.03)
 
 
 def test_the_mfu_by_hand():
-    """989 TFLOP in 2 s on 4 chips of 989 TFLOP/s are an eighth."""
+    """989 TFLOP in 2 s on 4 chips of 989 TFLOP/s are an MFU of 1/8."""
     chip = chips.CHIPS["h100"]
     assert measured.mfu(989e12, seconds=2.0, chip=chip, num_chips=4) == 1 / 8
     assert measured.mfu(1.0, seconds=0.0, chip=chip, num_chips=4) is None

@@ -1,4 +1,4 @@
-"""Plans: known shapes, what is alive, what a user gets wrong, and the recorded ones."""
+"""Plans: known shapes, live memory, wrong input, and recorded plans."""
 
 import dataclasses
 import importlib.metadata
@@ -224,7 +224,7 @@ def test_the_roofline_is_the_slowest_of_three():
 
 
 def test_gpus_of_several_nodes_have_two_links():
-    """8 bytes gathered by 4 GPUs of 2 nodes: of the 6 that each sends, 2 leave it."""
+    """4 GPUs of 2 nodes gather 8 bytes: each sends 6, of which 2 leave its node."""
     chip = dataclasses.replace(
         chips.CHIPS["h100"], flops=10.0, bandwidth=5.0, links=2.0, network=0.5
     )
@@ -243,7 +243,7 @@ def test_gpus_of_several_nodes_have_two_links():
 
 
 def test_beside_the_compiler_s_figures_stand_those_by_hand():
-    """Twelve bytes that no layout avoids, in four turns; eight FLOPs of two chips."""
+    """Twelve unavoidable bytes in four turns; eight FLOPs on two chips."""
     chip = dataclasses.replace(chips.CHIPS["v5e"], flops=1.0, bandwidth=2.0)
     part = program("sampling", ())._replace(
         trips=(4,), least_bytes=12.0, model_flops=8.0
@@ -284,7 +284,7 @@ def test_the_largest_batch_says_when_it_was_not_found():
 
 @pytest.mark.slow
 def test_the_largest_batch_goes_up_by_what_everything_divides(monkeypatch):
-    """1000 bytes held and 100 a row, of 10,000: 90 rows, 88 of them in eights."""
+    """10,000 bytes less 1000, at 100 per row: 90 rows, of which 88 divide by eight."""
 
     def measure(programs, devices, *, rows, waiting, visits=None):
         sizes = {"argument": 1000, "temporary": 100 * rows}
@@ -338,7 +338,7 @@ def test_advice_names_what_saves_most():
 
 @pytest.mark.slow
 def test_what_is_known_of_the_temporaries():
-    """A cache of 2 layers and 64 numbers, float32; of Experience the real arrays."""
+    """The cache has 2 layers of 64 numbers, float32; Experience has the real arrays."""
     within = planned.work_of("ppo", "--placement.policy=fsdp=8").within
     rows, columns = 16, 6 + 4
     assert within["KV cache"] == 2 * 2 * rows * columns * 64 * 4
@@ -366,7 +366,7 @@ def test_what_is_known_of_the_temporaries():
 
 
 def test_a_plan_takes_the_command_of_its_run(tmp_path):
-    """Options of the run and of the plan in any order; neither prompts nor a folder."""
+    """Options of run and plan come in any order; prompts and folder are not needed."""
     line = "ppo --topology v5e:8x8 --model llama-2-7b --placement.policy fsdp=64"
     line += " --find-batch --reward-model gpt2 --reference-storage.dtype bfloat16"
     config, options = command.parse(line.split())
@@ -400,7 +400,7 @@ def test_commands_that_cannot_be_planned(words, message):
         (["--placement.policy=fsdp=3"], r"multiply to the 8 devices, got .* = 3"),
         (["--num-minibatches=3"], r"num_minibatches to divide the 16 rows"),
         (["--placement.critic=last"], r"--placement.critic: expected a plan of one"),
-        (["--sampler=process"], r"--sampler: expected our decoder"),
+        (["--sampler=process"], r"--sampler: expected the library.s decoder"),
         (
             ["--placement.policy=context=4,fsdp=2", "--attention=cudnn"],
             "expected attention xla, blockwise, splash or ring",
@@ -462,7 +462,7 @@ def test_no_plug_in_for_gpus_is_one_error_with_its_install_line(monkeypatch):
 
 
 def test_a_plug_in_that_has_failed_says_how_to_start(monkeypatch):
-    """Outside of `rlhf-jax plan`, where JAX has looked for a GPU before."""
+    """Outside `rlhf-jax plan`, JAX may have looked for a GPU already."""
 
     def gone(**_):
         raise NotImplementedError("topology not implemented for cuda")
@@ -481,7 +481,7 @@ def test_every_gpu_of_the_roofline_has_a_target():
     ("prompt", "response"), [(64, 64), (512, 512), (5, 1), (1, 700)]
 )
 def test_the_turns_of_the_sampler_s_loops(prompt, response):
-    """Token by token, as the sampler goes from one width of its cache to the next."""
+    """Counted token by token, as the sampler widens its cache."""
     size = prompt + response
     widths = caches.growing_widths(size, first=prompt)
     turns, written = [], prompt + 1
@@ -495,7 +495,7 @@ def test_the_turns_of_the_sampler_s_loops(prompt, response):
 
 
 def test_the_turns_of_continuous_batching():
-    """Six responses in three places, one comes in at a time.
+    """Six responses share three places and arrive one at a time.
 
     They take 18, 0, 12, 6, 24 and 6 turns, the first token coming with the prompt. Six
     turns end the fourth, six more the third and make room for the last, and eighteen
@@ -524,9 +524,9 @@ def test_a_plan_of_continuous_batching_in_pages():
 
 @pytest.mark.slow
 def test_shares_of_the_rows_have_turns_of_their_own():
-    """Of 16 responses of 4 tokens each of two shares has 8, all its places at a time.
+    """Of 16 responses of 4 tokens, each of two shares has 8, in all its places at once.
 
-    Of pages in one pool 16 come in four at a time.
+    With pages in one pool, the 16 arrive four at a time.
     """
     words = (*CONTINUOUS, "--sampler=here,cache_pages=24,page_size=4")
     for mesh, expected in (("fsdp=8", ((2, 0), 4)), ("data=2,fsdp=4", ((3, 0), 2))):
@@ -542,7 +542,7 @@ def test_shares_of_the_rows_have_turns_of_their_own():
 
 
 def test_the_cache_by_hand():
-    """Keys and values, L layers, B rows, S columns, K heads of head_dim."""
+    """Keys and values of L layers, B rows, S columns, K heads of head_dim numbers."""
     num_bytes = workload.cache_bytes(tiny.LLAMA, rows=3, columns=10)
     assert num_bytes == 2 * 2 * 3 * 10 * 2 * 8 * 4
     model = dataclasses.replace(tiny.LLAMA, cache_pages=6, page_size=4)
@@ -574,7 +574,7 @@ def test_no_libtpu_and_no_such_topology(monkeypatch):
 @pytest.mark.long
 @pytest.mark.slow
 def test_two_plans_at_once():
-    """Each holds libtpu, the one while the other loads it."""
+    """Each process locks libtpu while the other loads it."""
     pytest.importorskip("libtpu")
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
     for name in ("XLA_FLAGS", "ALLOW_MULTIPLE_LIBTPU_LOAD"):
@@ -604,7 +604,7 @@ def test_two_plans_at_once():
 
 @pytest.mark.long
 def test_per_device_bytes_fall_as_devices_rise(monkeypatch):
-    """Parameters, optimizer states and activations alike: no device holds all rows."""
+    """Parameters, optimizer states and activations: no device has all rows."""
     every = policy_gradient.programs
     monkeypatch.setattr(
         policy_gradient, "programs", lambda *a, **k: every(*a, **k)[-1:]
@@ -664,7 +664,7 @@ def test_a_plan_by_this_machine_s_compiler(capsys, tmp_path, monkeypatch):
 
 
 def check(result):
-    """The verdict follows from the figures beside it."""
+    """Checks that the verdict follows from the figures beside it."""
     resident = result["held"]
     programs = [one for one in result["programs"] if one["bytes"]]  # that are compiled
     for row, one in zip(result["alive"], programs, strict=True):
@@ -736,7 +736,7 @@ LLAMA_8B = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 128_256 * 4
 def test_a_token_of_8b_on_eight_h100_by_hand(name, data, prompt, new):
     """64 rows: eight key and value heads are shared by eight GPUs and no more.
 
-    Sixteen would share the weights further, over the network, and two of them would
+    Sixteen GPUs would share the weights over the network, and pairs of them would
     read the same heads.
     """
     result = recorded(name)
@@ -776,7 +776,7 @@ def test_on_64_v5e_a_rollout_is_not_bound_by_links_where_its_layout_is_chosen():
 
 
 def test_llama_2_70b_with_adapters_fits_the_smallest_slice_of_v5p():
-    """One base in bfloat16 for policy, critic and reward model is the reference too."""
+    """One bfloat16 base serves policy, critic, reward model and reference."""
     result = recorded("llama-2-70b-lora-v5p-2x2x1")
     check(result)
     assert (result["chips"], result["topology"]) == (4, "v5p:2x2x1")
@@ -787,7 +787,7 @@ def test_llama_2_70b_with_adapters_fits_the_smallest_slice_of_v5p():
 
 
 def test_the_flops_of_llama_2_7b_by_hand():
-    """2 N a token and attention; a pass forward, or with remat and backward four."""
+    """A forward pass: 2 N per token and attention; with remat and backward, 4 times."""
     result = recorded("llama-2-7b-v5e-8x8")
     flops = {one["name"]: 64 * one["flops"] for one in result["programs"]}
     layers, width, mlp, vocab = 32, 4096, 11008, 32000
@@ -802,7 +802,7 @@ def test_the_flops_of_llama_2_7b_by_hand():
 
 
 def test_llama_3_1_8b_on_64_h100_by_hand():
-    """GRPO, 64 responses of 1,024 + 7,168 tokens: a row per GPU, by cuDNN."""
+    """GRPO with 64 responses of 1,024 + 7,168 tokens: one row per GPU, by cuDNN."""
     result = recorded("llama-3.1-8b-grpo-h100-8x8")
     check(result)
     assert (result["topology"], result["attention"]) == ("h100:8x8", "cudnn")
@@ -836,7 +836,7 @@ def test_llama_3_1_8b_on_64_h100_by_hand():
 
 @pytest.mark.parametrize("chips_", [32, 64])
 def test_bytes_a_chip_fall_as_one_over_chips(chips_):
-    """The same batch on 16, 32 and 64 chips: the models, and the most that is alive."""
+    """The same batch on 16, 32 and 64 chips: bytes of the models and the peak."""
     names = {16: "2x2x4", 32: "2x4x4", 64: "4x4x4"}
     few, many = (recorded(f"llama-2-7b-v5p-{names[n]}") for n in (16, chips_))
     for result, count in ((few, 16), (many, chips_)):
@@ -887,7 +887,7 @@ def test_a_recorded_plan_is_made_again(tmp_path):
 @pytest.mark.long
 @pytest.mark.slow
 def test_sampling_has_a_mesh_and_a_storage_of_its_own():
-    """On eight CPU devices: a copy in int8, whose heads and cache four pairs share."""
+    """On eight CPU devices: an int8 copy whose heads and cache four pairs share."""
     words = ("--placement.policy=fsdp=8",)
     apart = (
         "--placement.sampler=data=4,tensor=2",

@@ -22,7 +22,7 @@ MATRIX = np.zeros((6, 7))
 
 
 def forward(size, layers, *, head, texts=TEXTS, group_size=1):
-    """A loop over tokens: kernels, (query, key) pairs, and predictions."""
+    """FLOPs by a loop over tokens: kernels, (query, key) pairs, and predictions."""
     flops = 0
     for row, (prompt, response, observed) in enumerate(texts):
         first = prompt if row % group_size else 0  # which its group has run
@@ -96,7 +96,7 @@ def test_an_update_of_dpo_counts_its_reference():
 
 
 def run_folder(tmp_path, *, scopes=("rollout", "reference", "loss"), **more):
-    """Two steps in 100 µs: 20 of rollout, 10 of the reference, 40 of the loss."""
+    """Two steps in 100 µs: 20 µs of rollout, 10 of the reference, 40 of the loss."""
     names = {"a": "rollout", "b": "reference", "c": "loss"}
     program = {
         operation: f"jit(f)/{scope}/dot"
@@ -191,7 +191,7 @@ def test_the_mfu_of_a_chip_that_is_known(tmp_path, capsys):
 
 @pytest.mark.parametrize("scopes", [(), ("rollout",)])
 def test_a_trace_that_names_less_than_half_is_not_split(tmp_path, capsys, scopes):
-    """A GPU's may: the loss would have the MFU of no time at all."""
+    """A GPU's trace may: the loss would have no time, and an infinite MFU."""
     device = chips.named("h100").kind
     folder = run_folder(tmp_path, device=device, scopes=scopes)
     summary = profiled.summary(folder, profile="5:7", flops=flops_of)["profile"]

@@ -1,4 +1,4 @@
-"""Tables of plans are what `recorded/plans` holds, number by number."""
+"""Tables of plans equal the records in `recorded/plans`, number by number."""
 
 import json
 import re
@@ -19,14 +19,14 @@ def recorded(name):
 
 
 def rows():
-    """{(model, tokens, chip): row} of the grid; the last of each counts."""
+    """{(model, tokens, chip): row} of the grid; the last row of each key counts."""
     lines = (PLANS / "grid.jsonl").read_text("utf-8").splitlines()
     made = map(json.loads, lines)
     return {tuple(row["cell"].values()): row for row in made}
 
 
 def table(heading, text):
-    """The cells of the table whose first row begins so, without its heading."""
+    """The cells below the heading row that begins with `heading`."""
     [_, after] = text.split(f"\n{heading}")
     lines = after.partition("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
@@ -59,7 +59,7 @@ def test_what_the_readme_says_of_the_grid():
     assert most in README
 
     def mfu(gpus, kernels):
-        """Least and most of the updates."""
+        """The lowest and highest MFU of the updates."""
         found = [
             one["mfu"]
             for (_, length, chip), row in every.items()
@@ -128,7 +128,7 @@ def test_where_64_v5e_sample():
 
 
 def test_experts_that_a_token_reads():
-    """16 rows on data=2,tensor=8: of 24 layers of 32 experts each row meets 4."""
+    """16 rows on data=2,tensor=8: in each of 24 layers a row uses 4 of 32 experts."""
     result = recorded("gpt-oss-20b-grpo-h100-2x8")
     [turn] = [one["seconds_of_turn"] for one in result["programs"] if one["turns"]]
     matrices = 24 * 32 * (1 - (1 - 4 / 32) ** 8) * 3 * 2880**2

@@ -1,4 +1,4 @@
-"""What chips receive to reshard a policy, by hand and by a loop over elements."""
+"""Bytes that chips receive to reshard a policy, by hand and by a loop over elements."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ def shapes():
 
 
 def elements(tree, mesh):
-    """Per device the set of elements that it has, as numbers of all leaves."""
+    """The set of elements on each device, numbered through all leaves."""
     numbers_of = {device.id: set() for device in mesh.devices.flat}
     begin = 0
     where = sharding.shardings(tree, mesh=mesh)

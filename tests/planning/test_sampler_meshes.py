@@ -1,4 +1,4 @@
-"""Which mesh a plan takes for sampling."""
+"""The mesh that a plan chooses for sampling."""
 
 import planned
 import pytest

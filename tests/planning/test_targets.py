@@ -1,4 +1,4 @@
-"""PPO and GRPO compiled for a TPU and for GPUs that are not there (slow)."""
+"""PPO and GRPO compiled for absent TPUs and GPUs (slow)."""
 
 import importlib.util
 import json
@@ -52,7 +52,7 @@ def planned(request):
 
 
 def played(program, *argv):
-    """What a program by itself prints."""
+    """The output of a program in its own process."""
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -75,7 +75,7 @@ def played(program, *argv):
     reason="libtpu is not installed (extra plan)",
 )
 def test_a_decoded_token_reads_weights_and_cache_at_most_once_and_sends_neither():
-    """By the program for eight v5e, whose loop over tokens alone is looked at."""
+    """Checks the loop over tokens of the program for eight v5e."""
     loop = played(sampler_on_tpu)
     assert loop["turns"] == 127
     # Sums of activations, and the logits of each device's rows.
@@ -90,7 +90,7 @@ def test_a_decoded_token_reads_weights_and_cache_at_most_once_and_sends_neither(
     reason="libtpu is not installed (extra plan)",
 )
 def test_four_chips_share_the_columns_of_a_row():
-    """For four v5e: splash computes attention, and no chip has the states of a row."""
+    """For four v5e: splash computes attention, and no chip has all states of a row."""
     output = played(context_on_tpu, "splash")
     assert output["kernels"] > 0
     assert output["whole keys"] > 0
@@ -103,7 +103,7 @@ def test_four_chips_share_the_columns_of_a_row():
     reason="libtpu is not installed (extra plan)",
 )
 def test_no_chip_has_the_keys_of_a_row_that_are_passed_round():
-    """For four v5e: splash computes the turns, while keys are on their way."""
+    """For four v5e: splash computes each turn while the next keys are sent."""
     output = played(context_on_tpu, "ring")
     assert output["kernels"] > 0
     assert output["passed"] > 0
@@ -131,7 +131,7 @@ def test_every_program_compiles_and_fits(planned, algorithm):
 
 @pytest.mark.parametrize("algorithm", PROGRAMS)
 def test_gpus_run_cudnn_s_kernels(planned, algorithm):
-    """Forward in every program, backward in the update; and none on a TPU."""
+    """Forward kernels in every program, backward ones in the update; none on a TPU."""
     (topology, _), plans = planned
     kernels = {name for name in plans[algorithm]["custom_calls"] if "fmha" in name}
     if topology.startswith("v5e"):
@@ -144,7 +144,7 @@ def test_gpus_run_cudnn_s_kernels(planned, algorithm):
 
 @pytest.mark.parametrize("algorithm", PROGRAMS)
 def test_gradients_alone_leave_a_node(planned, algorithm):
-    """Of `data` on nodes or `dcn` on slices, and `fsdp` inside them.
+    """With `data` over nodes or `dcn` over slices, and `fsdp` inside them.
 
     The parameters are gathered inside.
     """

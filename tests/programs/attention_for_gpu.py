@@ -1,6 +1,6 @@
-"""Compiles attention by cuDNN for a GPU that is not there; JSON on stdout.
+"""Compiles attention by cuDNN for an absent GPU; JSON on stdout.
 
-A program by itself, run by test_cudnn.py: JAX is told of its platforms once.
+Run by test_cudnn.py in its own process, as JAX chooses its platforms only once.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 
 
 def models():
-    """Heads that share keys, with a local layer; and biases, computed again."""
+    """A model of grouped heads with a local layer; and one of biases with remat."""
     shape = {"vocab_size": 256, "hidden_size": HEADS * 64, "num_layers": 2}
     shape |= {"num_heads": HEADS, "max_positions": COLUMNS, "dtype": "bfloat16"}
     llama = config.llama(**shape, num_kv_heads=2, intermediate_size=1024)

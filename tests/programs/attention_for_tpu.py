@@ -1,6 +1,6 @@
-"""Compiles splash attention's gradients for a TPU that is not there; JSON on stdout.
+"""Compiles splash attention's gradients for an absent TPU; JSON on stdout.
 
-A program by itself, run by test_splash_on_tpu.py: JAX is told of its platforms once.
+Run by test_splash_on_tpu.py in its own process: JAX chooses its platforms only once.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""Compiles the scoring of a rollout for a TPU that is not there; JSON on stdout.
+"""Compiles the scoring of a rollout for an absent TPU; JSON on stdout.
 
-A program by itself, run by test_host_memory.py: JAX is told of its platforms once.
+Run by test_host_memory.py in its own process: JAX chooses its platforms only once.
 """
 
 import functools

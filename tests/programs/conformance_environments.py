@@ -1,8 +1,8 @@
-"""Environments that saved folders are loaded in, made once and kept.
+"""Environments for loading saved folders, made once and kept.
 
     python conformance_environments.py FOLDER [NAME ...]
 
-Makes FOLDER/NAME for each name below that is missing there: transformers 4.57 and 5
+Makes FOLDER/NAME for each of the names below that is missing: transformers 4.57 and 5
 take about 1.2 GB each, vLLM's build for CPUs 3.5 GB.
 """
 
@@ -23,10 +23,10 @@ READY = "ready"  # a file of an environment that is whole
 
 
 def python_of(folder: Path, name: str) -> Path:
-    """The interpreter of an environment, which is made if it is missing.
+    """The interpreter of an environment; makes the environment if it is missing.
 
     Raises:
-      RuntimeError: it cannot be installed; says pip's last line.
+      RuntimeError: it cannot be installed; contains pip's last line.
     """
     path = folder / name
     python = path / "bin" / "python"

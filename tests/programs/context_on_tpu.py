@@ -1,7 +1,7 @@
-"""Log-probs of rows whose columns four TPUs share, which are not there; JSON on stdout.
+"""Compiles log-probs of rows with columns over four absent TPUs; JSON on stdout.
 
-A program by itself, run by test_targets.py with an engine of attention: JAX is told of
-its platforms once.
+Run by test_targets.py with an attention engine, in its own process: JAX chooses
+its platforms only once.
 """
 
 import dataclasses

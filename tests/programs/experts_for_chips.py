@@ -1,6 +1,6 @@
-"""Counts layers of experts as a chip's compiler has them; JSON on stdout.
+"""Counts expert layers as compiled for a chip; JSON on stdout.
 
-A program by itself, run by test_experts_on_chips.py: JAX is told of its platforms once.
+Run by test_experts_on_chips.py in its own process: JAX chooses its platforms once.
 
     python tests/programs/experts_for_chips.py v5e:2x2
 """
@@ -26,14 +26,14 @@ def layer(x, weights, chosen, shares):
 
 
 def decoded(layers, x, chosen, shares):
-    """Of layers that are taken apart, as a sampler has them."""
+    """A decoding step of unrolled layers, as in a sampler."""
     for weights in layers:
         x = layer(x, weights, chosen, shares)
     return x
 
 
 def trained(stacked, x, chosen, shares):
-    """The gradient of all of them, rematerialised in a scan."""
+    """The gradient of all layers, rematerialised in a scan."""
 
     def total(stacked):
         def body(x, weights):

@@ -1,4 +1,4 @@
-"""Runs tests in a fork, which has the libraries that are imported here already."""
+"""Runs tests in a fork, which already has the libraries imported here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEVER = 1e9  # seconds
 
 
 def import_libraries(programs: Path) -> None:
-    """Imports what every test needs; `programs` is a folder for what XLA compiles."""
+    """Imports the libraries of all tests; `programs` is the folder of XLA's cache."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     # Plugins want to be imported by pytest itself, and transformers imports one.
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
@@ -37,7 +37,7 @@ def import_libraries(programs: Path) -> None:
 
 
 class Reached:
-    """Pytest plugin: what each passing test reaches, and its seconds of CPU time."""
+    """Pytest plugin: statements reached by each passing test, and its CPU seconds."""
 
     def __init__(self) -> None:
         self.tests: dict[str, dict] = {}
@@ -67,7 +67,7 @@ class Reached:
 
 
 class Chosen:
-    """Pytest plugin: runs these tests in this order, and notes which ones fail."""
+    """Pytest plugin: runs these tests in this order and records failures."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.order = {name: index for index, name in enumerate(names)}
@@ -97,10 +97,10 @@ def run_tests(
     seconds: float,
     keep_programs: bool = False,
 ) -> tuple[int | str, Any]:
-    """Pytest in `tree`, a copy of the checkout, for so many seconds of CPU time.
+    """Runs pytest in `tree`, a copy of the checkout, within a limit of CPU seconds.
 
     Returns:
-      pytest's exit status, or the word for what ended it, and the plugin's result.
+      (pytest's exit status or what ended it, the plugin's result).
     """
     out = tree.parent / f"{tree.name}.json"
     out.unlink(missing_ok=True)

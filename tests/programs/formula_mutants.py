@@ -1,4 +1,4 @@
-"""Breaks each formula on purpose and sees whether the test that guards it fails.
+"""Breaks each formula on purpose and checks that the test of it fails.
 
     python tests/programs/formula_mutants.py                     # all, two at a time
     python tests/programs/formula_mutants.py --share 3/8         # every eighth
@@ -32,7 +32,7 @@ SECONDS = 120  # of CPU time for one mutant's test
 
 
 class Formula(NamedTuple):
-    """One of `formulas.toml`."""
+    """An entry of `formulas.toml`."""
 
     name: str
     file: str  # within rlhf_jax/
@@ -42,7 +42,6 @@ class Formula(NamedTuple):
 
 
 def formulas() -> list[Formula]:
-    """All of the file, in its order."""
     rows = tomllib.loads(FORMULAS.read_text())["mutant"]
     of_case = f"{MATRIX}::test_an_update_is_that_of_its_formula["
     return [
@@ -58,7 +57,7 @@ def formulas() -> list[Formula]:
 
 
 class Within(forked_tests.Chosen):
-    """Pytest plugin: runs the tests whose names begin so, and notes which fail."""
+    """Pytest plugin: runs the tests with this prefix and records failures."""
 
     def __init__(self, starts: list[str]) -> None:
         super().__init__([])
@@ -74,7 +73,7 @@ class Within(forked_tests.Chosen):
 
 
 def run(tree: Path, tests: list[str], *, keep_programs: bool = False) -> list[str]:
-    """The tests that failed, or what else ended them."""
+    """The tests that failed, or the reason why they ended."""
     files = sorted({test.partition("::")[0] for test in tests})
     every_tier = ["-m", ""]  # or a test that is slow would not be run, and kill all
     status, failed = forked_tests.run_tests(
@@ -88,7 +87,7 @@ def run(tree: Path, tests: list[str], *, keep_programs: bool = False) -> list[st
 
 
 def meet(formula: Formula, *, work: Path) -> tuple[Formula, str | None]:
-    """The first test that fails on a mutant; None where it lives."""
+    """The first test that fails on a mutant; None if none does."""
     tree = mutants.copied(work / "tree_whole", work / f"tree_{os.getpid()}")
     path = tree / "rlhf_jax" / formula.file
     whole, times = path.read_text(), path.stat()

@@ -1,6 +1,6 @@
-"""What compiled programs of real widths waste, instruction by instruction; JSON.
+"""Lists the waste in compiled programs of real widths, by instruction; JSON.
 
-A program by itself, run by test_gate.py: JAX is told of its platforms once.
+Run by test_gate.py in its own process: JAX chooses its platforms only once.
 
     python tests/programs/gate.py h100:1x8 8B fsdp=8 sampling learning -- --lora=rank=16
 
@@ -34,7 +34,7 @@ SMALL = 2**17  # bytes of what a loop carries unchanged that it may move about
 
 
 class Reader:
-    """The instructions of a program that run, and what those of its loops read."""
+    """The instructions of a program that run, and the operands of its loops."""
 
     def __init__(self, text):
         self.computations, self.entry = parsing.parse(text)
@@ -46,17 +46,16 @@ class Reader:
         self.running = [name for name in self.computations if name not in fused]
 
     def lines(self, *names):
-        """The instructions of computations."""
         return [line for name in names for line in self.computations[name].values()]
 
     def token_loops(self):
-        """Bodies of the loops that end when every row has stopped."""
+        """Bodies of the loops over tokens, which end when every row has stopped."""
         for line in self.lines(*self.running):
             if line.opcode == "while" and "known_trip_count" not in line.rest:
                 yield line.called("body")
 
     def inside(self, name):
-        """A computation and all that it calls, but for fusions."""
+        """A computation and all computations that it calls, except fusions."""
         names = [name]
         for line in self.lines(name):
             if line.opcode in ("while", "call", "async-start", "conditional"):
@@ -67,7 +66,7 @@ class Reader:
         return names
 
     def constants(self, body):
-        """What a loop carries unchanged by name, with bytes: weights, above all."""
+        """{name: bytes} of a loop's unchanged state, above all weights."""
         lines = self.computations[body]
         root = parsing.root(lines)
         return {
@@ -80,7 +79,7 @@ class Reader:
         }
 
     def kept(self, body):
-        """Bytes that a loop carries on the chip, outside of its large memory."""
+        """Bytes that a loop keeps in the chip's small memory."""
         [carried] = (
             line
             for line in self.computations[body].values()
@@ -89,14 +88,14 @@ class Reader:
         return sum(leaf.size for leaf in carried.result if leaf.on_chip)
 
     def multiplies(self, line):
-        """Whether an instruction is a product, or a fusion with one in it."""
+        """Whether an instruction is a product or a fusion that contains one."""
         if line.opcode == "fusion":
             return any(map(self.multiplies, self.lines(_called(line))))
         gemm = line.opcode == "custom-call" and "gemm" in line.rest
         return gemm or line.opcode in ("dot", "convolution")
 
     def takes_rows(self, line):
-        """Whether a fusion takes single rows of a table, as an embedding's."""
+        """Whether a fusion takes single rows of a table, such as an embedding."""
         kinds = ("gather", "dynamic-slice")
         if line.opcode == "fusion":
             return any(part.opcode in kinds for part in self.lines(_called(line)))
@@ -108,7 +107,7 @@ def _called(line):
 
 
 def moved_weights(reader, body):
-    """Instructions of a loop that write half of a weight, or more, somewhere else."""
+    """Instructions of a loop that copy half of a weight or more."""
     lines = reader.computations[body]
     constants = dict(reader.constants(body))
     for line in lines.values():  # views of a weight are that weight
@@ -135,7 +134,7 @@ def moved_weights(reader, body):
 
 
 def collectives(reader, names):
-    """Exchanges with the computations they stand in, fused ones too."""
+    """Collectives with their computations, including fused ones."""
     for name in names:
         for line in reader.computations[name].values():
             parts = reader.lines(_called(line)) if line.opcode == "fusion" else [line]
@@ -146,7 +145,7 @@ def collectives(reader, names):
 
 
 def summed_logits(reader, body, *, vocab):
-    """Sums over devices of whole logits in a loop."""
+    """Sums of whole logits over devices in a loop."""
     for kind, line in collectives(reader, reader.inside(body)):
         shapes = [leaf.shape for leaf in line.result]
         if kind == "all-reduce" and any(shape[-1:] == (vocab,) for shape in shapes):
@@ -154,7 +153,7 @@ def summed_logits(reader, body, *, vocab):
 
 
 def whole_logits(reader, *, vocab, width, shares):
-    """Arrays of float32 over columns and vocabulary, of a device's share of either."""
+    """float32 arrays over columns and vocabulary, or a device's share of either."""
     of_vocab = {vocab // share for share in shares}
     of_width = {width // share for share in shares}
     for line in reader.lines(*reader.running):
@@ -170,7 +169,7 @@ def whole_logits(reader, *, vocab, width, shares):
 
 
 def summed_gradients(reader, *, smallest, devices):
-    """Sums of as many numbers as a kernel has, over the devices that share it."""
+    """Sums of a kernel's size over the devices that shard it."""
     for kind, line in collectives(reader, reader.running):
         size = max((leaf.size for leaf in line.result), default=0)
         groups = exchanges.group(line.rest)
@@ -179,7 +178,7 @@ def summed_gradients(reader, *, smallest, devices):
 
 
 def described(line):
-    """An instruction, so that it is found in the program."""
+    """Describes an instruction so that it can be found in the program."""
     where = re.search(r'op_name="([^"]*)"', line.rest)
     shapes = " ".join(str(list(leaf.shape)) for leaf in line.result)
     return f"{line.opcode} %{line.name} {shapes}, {where[1] if where else 'no op_name'}"
@@ -207,13 +206,13 @@ def main():
 
 
 def spread_as_all_layers(count):
-    """Shares leaves of two layers among devices as those of all layers would be."""
+    """Shards leaves of two layers like those of all layers."""
     for function in (sharding.shardings, sharding.create, sharding.place):
         function.__kwdefaults__["small"] = sharding.SMALL * LAYERS // count
 
 
 def figures(config, options, names):
-    """Of each program by name what it wastes, and of sampling the bytes of a token."""
+    """{program: its waste}, and for sampling the bytes of a token."""
     target = planned.target_of(config, options)
     config, line = job.placed(config, options, target=target)
     work = job.workload_of(config, options, target=target)

@@ -1,4 +1,4 @@
-"""Plays tiny runs and records their digests: whether a change leaves every bit alone.
+"""Plays tiny runs and records their digests, to see whether a change keeps every bit.
 
     export PYTHONPATH=tests:tests/train
     python tests/programs/golden_runs.py --out before.jsonl
@@ -36,7 +36,6 @@ FILES = (
 
 
 def kinds() -> dict[str, Kind]:
-    """The runs by name."""
     played = dict(kill_kinds.KINDS)
     for row in pairs.rows():
         command, *options = pairs.words(row)
@@ -47,7 +46,7 @@ def kinds() -> dict[str, Kind]:
 
 
 def digests(out: Path) -> dict[str, str]:
-    """SHA-256 of what a run left, by file."""
+    """SHA-256 of a run's files by name."""
     files = sorted(file for pattern in FILES for file in out.glob(pattern))
     return {
         str(file.relative_to(out)): hashlib.sha256(file.read_bytes()).hexdigest()
@@ -56,7 +55,7 @@ def digests(out: Path) -> dict[str, str]:
 
 
 def read(path: Path) -> dict[str, dict[str, str]]:
-    """{name: digests} of a record."""
+    """Reads a record as {name: digests}."""
     rows = map(json.loads, path.read_text().splitlines())
     return {row["name"]: row["digests"] for row in rows}
 

@@ -1,4 +1,4 @@
-"""Takes processes or hosts from a run at random moments, and compares what it leaves.
+"""Takes processes or hosts from a run at random moments, and compares its files.
 
     PYTHONPATH=tests python tests/programs/kill_hosts.py --kills 20 --out FOLDER
 
@@ -6,7 +6,7 @@ Two network namespaces of this machine are hosts, with a cable between them and 
 the four processes of a run of GRPO on each: as root, on Linux. Each time one process,
 or both of a host, is killed by SIGKILL, or the cable is cut. The others must end by
 themselves, each with one line that says why, and the same command goes on. A run that
-has come to its end must have left the same bytes as one to which nothing happened.
+has ended must have left the same bytes as an undisturbed one.
 Prints a line for each kill, and writes them all to FOLDER/record.json.
 """
 
@@ -52,16 +52,16 @@ GRPO = (
 
 
 def ip(*words: str) -> None:
-    """Calls the program that makes and joins namespaces.
+    """Runs `ip`, which makes and connects namespaces.
 
     Raises:
-      CalledProcessError: it refuses, and says so in `stderr`.
+      CalledProcessError: it fails, with the reason in `stderr`.
     """
     subprocess.run(["ip", *words], check=True, timeout=60, capture_output=True)
 
 
 def refusal() -> str | None:
-    """Why this machine has no hosts to offer; None where it has."""
+    """The reason why this machine cannot make hosts; None if it can."""
     try:
         with hosts():
             return None
@@ -74,7 +74,7 @@ def refusal() -> str | None:
 
 @contextlib.contextmanager
 def hosts() -> Iterator[None]:
-    """Two network namespaces with addresses of their own, and a cable between them."""
+    """Makes two network namespaces with their own addresses, joined by a cable."""
     with contextlib.ExitStack() as stack:
         for name, address in zip(NAMES, ADDRESSES, strict=True):
             ip("netns", "add", name)
@@ -97,13 +97,13 @@ def hosts() -> Iterator[None]:
 
 
 def plug(state: str) -> None:
-    """Plugs the cable in ("up"), or cuts it ("down")."""
+    """Connects the cable ("up") or cuts it ("down")."""
     for name in NAMES:
         ip("-n", name, "link", "set", "cable", state)
 
 
 class Running:
-    """The four processes of one start of a run, two on each host, all joined."""
+    """The four joined processes of one start of a run, two per host."""
 
     def __init__(self, files: Path, out: Path, *, port: int) -> None:
         environment = os.environ | {
@@ -142,10 +142,10 @@ class Running:
         return all(process.poll() is not None for process in self.processes)
 
     def wait(self, within: float) -> list[int]:
-        """The statuses of all, which end by themselves.
+        """Waits for all processes; returns their statuses.
 
         Raises:
-          AssertionError: one did not, and is killed.
+          AssertionError: a process did not end by itself, and is killed.
         """
         until = time.monotonic() + within
         try:
@@ -159,15 +159,14 @@ class Running:
         return [process.returncode for process in self.processes]
 
     def finish(self) -> None:
-        """Lets the run come to its end."""
         statuses = self.wait(600)
         assert statuses == [0] * 4, f"ended with {statuses}: {self.said()}"
 
     def lose(self, rng: random.Random) -> dict[str, Any]:
-        """Takes something from the run; what, and in how many seconds the others ended.
+        """Takes something from the run; returns it and the seconds until the rest end.
 
         Raises:
-          AssertionError: one of them did not end, or not with one line.
+          AssertionError: a process did not end, or not with one line.
         """
         host = rng.randrange(2)
         what, numbers = rng.choice(
@@ -203,7 +202,7 @@ def play(
     rng: random.Random,
     ports: Iterator[int],
 ) -> list[dict[str, Any]]:
-    """One run to its end, from which something is taken up to so many times.
+    """Plays one run to its end, with at most the given number of losses.
 
     Returns:
       An object for each time: what was lost, after how many steps, and in how many
@@ -233,7 +232,6 @@ def play(
 
 
 def main() -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
@@ -256,13 +254,13 @@ def main() -> None:
 
 
 def compare(folder: Path, *, kills: int, seed: int) -> Iterator[list[dict[str, Any]]]:
-    """Plays a run whole, and others until there were so many kills.
+    """Plays an unbroken run, and others until the given number of kills.
 
     Yields:
-      What `play` returns of all runs so far, when one has left the same bytes.
+      The results of `play` of all runs so far, after each run with equal bytes.
 
     Raises:
-      AssertionError: as `play`; or a run has left other bytes than the whole one.
+      AssertionError: as `play`; or a run's bytes differ from the unbroken run's.
     """
     files, rng, ports = folder / "files", random.Random(seed), iter(range(20000, 30000))
     files.mkdir(parents=True)

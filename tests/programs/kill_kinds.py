@@ -38,7 +38,7 @@ class Hall:
 
 
 class Kind(NamedTuple):
-    """A kind of run, as its command line asks for it."""
+    """A kind of run, by its command line."""
 
     trainer: str
     options: tuple[str, ...]
@@ -201,7 +201,7 @@ snapshot_every = 2
 
 
 def write_files(folder: Path) -> None:
-    """A checkpoint, a reward model, a reward and data."""
+    """Writes a checkpoint, a reward model, a reward and data."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "their_rewards.py").write_text(REWARD)
     (folder / "their_verifiers.py").write_text(VERIFIER)

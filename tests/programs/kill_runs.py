@@ -1,4 +1,4 @@
-"""Kills every command at random moments, and compares what it leaves.
+"""Kills every command at random moments, and compares its files.
 
     PYTHONPATH=tests python tests/programs/kill_runs.py --kills 100 --out FOLDER
 
@@ -85,9 +85,9 @@ class Running:
         return all(process.poll() is not None for process in self.processes)
 
     def kill(self, kind: signal.Signals, *, pause: float) -> bool:
-        """A signal to each in turn; False if all had ended by themselves before.
+        """Sends a signal to each process in turn; False if all had already ended.
 
-        Without the first, a process of a group may end by itself before its own turn.
+        Once the first is killed, another of its group may end before its own turn.
 
         Raises:
           AssertionError: SIGTERM did not stop it, or it failed as it saved.
@@ -112,7 +112,7 @@ def rows(out: Path) -> int:
 
 
 def play(kind: Kind, files: Path, out: Path, *, kills: int, rng: random.Random) -> int:
-    """One run to its end, killed up to so many times; how often it was.
+    """Plays one run to its end with at most this many kills; returns their number.
 
     Raises:
       AssertionError: a start refused to go on, or did not end.
@@ -148,7 +148,7 @@ def play(kind: Kind, files: Path, out: Path, *, kills: int, rng: random.Random) 
 
 
 def contents(out: Path) -> dict[str, bytes]:
-    """Every file that a run leaves; of snapshots the names, as orbax writes clocks.
+    """A run's files; of snapshots only the names, as orbax writes clocks.
 
     Raises:
       AssertionError: a file is not proven.

@@ -29,7 +29,7 @@ LATENCIES = (
 
 
 def prompts() -> Prompts:
-    """Prompts of the tests, so often that there are ROWS."""
+    """ROWS prompts, repeated from those of the tests."""
     few = test_episodes.prompts()
     again = np.arange(ROWS) % few.tokens.shape[0]
     return Prompts(

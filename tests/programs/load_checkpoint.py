@@ -1,6 +1,6 @@
-"""Loads a checkpoint onto a mesh and prints its resident memory, before and at most.
+"""Loads a checkpoint onto a mesh and prints resident memory, before and at its peak.
 
-A program by itself, run by test_loading_memory.py: memory is a process's own.
+Run by test_loading_memory.py in its own process, whose memory it measures.
 """
 
 import functools

@@ -1,10 +1,10 @@
-"""Loads saved folders in another environment, and says what is not as it was saved.
+"""Loads saved folders in another environment, and reports differences.
 
     VENV/bin/python load_saved_folders.py FOLDER transformers
     VENV/bin/python load_saved_folders.py FOLDER vllm
 
-It imports neither rlhf_jax nor JAX. Each folder below FOLDER holds `expected.json`:
-what this package makes of texts, and log-probs or scores of tokens. Prints a line of
+It imports neither rlhf_jax nor JAX. Each folder below FOLDER contains `expected.json`:
+this package's ids of texts, and log-probs or scores of tokens. Prints a line of
 JSON for each: {"folder": name, "problems": [...], "gap": largest difference in nats}.
 """
 
@@ -20,7 +20,6 @@ TOLERANCE = 2e-4  # nats, or reward units
 
 
 def main() -> None:
-    """Every folder, one after the other."""
     root, reader = Path(sys.argv[1]), sys.argv[2]
     for file in sorted(root.glob("*/expected.json")):
         expected = json.loads(file.read_text())
@@ -34,7 +33,7 @@ def main() -> None:
 
 
 def with_transformers(folder: str, expected: dict[str, Any]) -> tuple[list[str], Any]:
-    """By AutoTokenizer, AutoConfig and AutoModel."""
+    """Loads a folder by AutoTokenizer, AutoConfig and AutoModel."""
     import torch
     import transformers
 
@@ -84,7 +83,7 @@ def with_transformers(folder: str, expected: dict[str, Any]) -> tuple[list[str],
 
 
 def with_vllm(folder: str, expected: dict[str, Any]) -> tuple[list[str], Any]:
-    """By vLLM's engine, without a server."""
+    """Loads a folder by vLLM's engine, without a server."""
     if "tokens" not in expected or "texts" not in expected:
         return [], None  # vLLM serves a model
     import gc
@@ -132,7 +131,7 @@ READERS = {"transformers": with_transformers, "vllm": with_vllm}
 
 
 def tokenizer_problems(tokenizer: Any, expected: dict[str, Any]) -> list[str]:
-    """What a tokenizer makes of texts, and of messages."""
+    """Differences in the ids of texts and of messages."""
     texts = expected["texts"]
     pairs = {
         "ids": ([tokenizer(text)["input_ids"] for text in texts], expected["ids"]),
@@ -165,7 +164,7 @@ def tokenizer_problems(tokenizer: Any, expected: dict[str, Any]) -> list[str]:
 
 
 def differences(pairs: dict[str, tuple[Any, Any]]) -> list[str]:
-    """{what: (found, expected)} of those that are not equal."""
+    """{what: (found, expected)} of unequal values."""
     return [
         f"{what}: expected {expected!r:.120}, got {value!r:.120}"
         for what, (value, expected) in pairs.items()
@@ -174,7 +173,7 @@ def differences(pairs: dict[str, tuple[Any, Any]]) -> list[str]:
 
 
 def beyond(gap: float) -> list[str]:
-    """A difference that is too large."""
+    """The difference, if it is too large."""
     return [] if gap < TOLERANCE else [f"log-probs or scores differ by {gap:.2g}"]
 
 

@@ -1,4 +1,4 @@
-"""Records what `transformers` computes for tiny random checkpoints: tests/fixtures.
+"""Records outputs of `transformers` for tiny random checkpoints: tests/fixtures.
 
     python tests/programs/make_fixtures.py [NAME ...]
 
@@ -275,7 +275,7 @@ def written(
     attention: str | None = None,
     **save_options,
 ):
-    """The folder, and the model as it is read back in float32."""
+    """(folder, the model read back in float32)."""
     model = architecture(config).to(dtype)
     randomise(model)
     folder = FIXTURES / name
@@ -288,7 +288,7 @@ def written(
 
 
 def randomise(model) -> None:
-    """Large enough that no bias or scale could be lost unseen."""
+    """Draws weights so large that a lost bias or scale would be noticed."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

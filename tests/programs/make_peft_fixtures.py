@@ -1,4 +1,4 @@
-"""Records what `peft` computes for random adapters of the recorded checkpoints.
+"""Records outputs of `peft` for random adapters of the recorded checkpoints.
 
     python tests/make_peft_fixtures.py
 

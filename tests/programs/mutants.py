@@ -1,4 +1,4 @@
-"""Breaks one line at a time and sees whether a quick test fails: mutation testing.
+"""Mutation testing: breaks one line at a time and checks that a quick test fails.
 
     python tests/programs/mutants.py --number 300 --jobs 2 --record mutants.jsonl
     python tests/programs/mutants.py --record mutants.jsonl --summary
@@ -59,7 +59,7 @@ def copied(source: Path, tree: Path) -> Path:
 
 
 def modules() -> dict[str, str]:
-    """{path in the checkout: source} of what is broken."""
+    """{path in the checkout: source} of the mutated modules."""
     folder = ROOT / "rlhf_jax"
     paths = [
         path for name in PACKAGES for path in sorted((folder / name).rglob("*.py"))
@@ -80,7 +80,7 @@ def all_mutants() -> list[mutations.Mutant]:
 def draw(
     mutants: list[mutations.Mutant], *, number: int, seed: int
 ) -> list[mutations.Mutant]:
-    """A draw without replacement, in turns from each module and, there, each line."""
+    """Draws without replacement, in turn from each module and each of its lines."""
     by_file = defaultdict(list)
     for mutant in mutants:
         by_file[mutant.file].append(mutant)
@@ -133,7 +133,7 @@ def trace(work: Path, folders: Sequence[str], *, seconds: float) -> dict:
 
 
 def stages(mutant: mutations.Mutant, tests: dict) -> list[list[tuple[str, float]]]:
-    """(test, its seconds) of a mutant from the nearest on, the short ones first."""
+    """(test, its seconds) for a mutant, nearest files first, short tests first."""
     place = mutant.file, mutant.statement
 
     def reaches(statements: set) -> bool:
@@ -182,7 +182,7 @@ def meet(
     work: Path,
     seconds: float,
 ) -> dict:
-    """The record of a mutant and of the stages of tests that it met."""
+    """The record of a mutant and of its stages of tests."""
     mutant, steps = job
     tree = copied(work / "tree_whole", work / f"tree_{os.getpid()}")
     path = tree / mutant.file
@@ -216,7 +216,7 @@ def meet(
 
 
 def summary(records: list[dict]) -> str:
-    """A table of counts per package, and the survivors."""
+    """A table of counts per package, and the surviving mutants."""
     lines = ["| package | mutants | killed | of them by time | killed, % |"]
     lines += ["|---|---|---|---|---|"]
     for package in (*PACKAGES, ""):

@@ -1,7 +1,7 @@
-"""The ways in which `mutants.py` breaks a line, and the tests that reach a line.
+"""The mutations of `mutants.py`, and the tests that reach a line.
 
-Docstrings, annotations, imports, the texts of errors and what a `raise` makes of them
-are left as they are.
+Docstrings, annotations, imports, texts of errors and the arguments of a `raise`
+are not mutated.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def of_call(call: ast.Call, optional: set[tuple[str, str]]) -> Iterator[ast.expr
 def changes(
     node: ast.AST, optional: set[tuple[str, str]]
 ) -> Iterator[tuple[ast.AST, ast.AST]]:
-    """(what is replaced, by what) for each way to break this node itself."""
+    """(old, new) for each mutation of this node itself."""
     match node:
         case ast.Compare(left, operators, others):
             for index, operator in enumerate(operators):
@@ -162,7 +162,7 @@ def changes(
 
 
 def children(node: ast.AST) -> list[ast.AST]:
-    """Where changes are looked for below a node."""
+    """The children of a node that may be mutated."""
     match node:
         case ast.If(test=ast.Name("TYPE_CHECKING")):
             return []

@@ -1,7 +1,7 @@
-"""Plans small PPO and GRPO runs for chips that are not there; JSON on stdout.
+"""Plans small PPO and GRPO runs for absent chips; JSON on stdout.
 
-A program by itself, run by test_targets.py with a topology and a mesh: JAX is told of
-its platforms once, and the flags of the tests' own CPU are not for other compilers.
+Run by test_targets.py with a topology and a mesh, in its own process: JAX chooses
+its platforms once, and other compilers do not know the flags of the tests' CPU.
 """
 
 import collections

@@ -30,7 +30,7 @@ NOISES = 1000  # judges made up for each share of false alarms
 
 
 class Labelled(NamedTuple):
-    """A recorded run and what its gold score did."""
+    """A recorded run and whether its gold score fell."""
 
     seed: int
     rows: list[dict[str, float]]
@@ -38,18 +38,17 @@ class Labelled(NamedTuple):
 
     @property
     def errors(self) -> float:
-        """Standard errors by which its judge fell."""
+        """The fall of its judge in standard errors."""
         fall = verdicts.fall_of(verdicts.series(self.rows, verdicts.JUDGE))
         return 0.0 if fall is None else fall.errors
 
     @property
     def kind(self) -> str:
-        """Of its verdict."""
         return verdicts.verdict(self.rows, alarms=[]).kind
 
 
 def labelled(seed, *, steps, scores, judge, reference, end):
-    """A run from its series; the judge's may have None."""
+    """A run from its series; the judge's may contain None."""
     rows = [
         {"step": step, verdicts.SCORE: score, verdicts.JUDGE: value}
         for step, score, value in zip(steps, scores, judge, strict=True)
@@ -60,7 +59,7 @@ def labelled(seed, *, steps, scores, judge, reference, end):
 
 
 def frontier() -> list[Labelled]:
-    """PPO at six β, the judge asked at every second of 40 steps."""
+    """PPO at six β, with a judgement at every second of 40 steps."""
     folder = RECORDED / "kl_frontier"
     summary = json.loads((folder / "record.json").read_text())["summary"]
     rows_of: dict[tuple[str, int], list[dict]] = {}
@@ -81,7 +80,7 @@ def frontier() -> list[Labelled]:
 
 
 def language(*, every: int) -> list[Labelled]:
-    """PPO and GRPO, six choices of the KL; the judge at every so many of 30 steps."""
+    """PPO and GRPO with six choices of the KL; a judgement every few of 30 steps."""
     lines = (RECORDED / "kl_in_practice/language/curves.jsonl").read_text().splitlines()
     return [
         labelled(
@@ -97,7 +96,7 @@ def language(*, every: int) -> list[Labelled]:
 
 
 def sets() -> dict[str, list[Labelled]]:
-    """The recorded runs, by how they were used and how often the judge was asked."""
+    """The recorded runs, by their use and by how often the judge scored them."""
     often, seldom = language(every=1), language(every=3)
     held_out = f"language, seeds from {HELD_OUT}"
     return {
@@ -117,7 +116,7 @@ def rates(runs: list[Labelled], *, errors: float, margin: float = MARGIN) -> str
 
 
 def false_alarms(count: int, *, rho: float, errors: np.ndarray) -> np.ndarray:
-    """Share of judges of AR(1) noise that fall by more than so many standard errors."""
+    """The share of AR(1) noise judges that fall by more than these standard errors."""
     rng = np.random.default_rng(0)
     noise = rng.normal(size=(NOISES, count + 100))
     for step in range(1, noise.shape[1]):
@@ -127,7 +126,7 @@ def false_alarms(count: int, *, rho: float, errors: np.ndarray) -> np.ndarray:
 
 
 def raised(rows: list[dict[str, float]], *, errors: float) -> bool:
-    """Whether the alarm reward_hacking is raised at any step."""
+    """Whether any step raises the alarm reward_hacking."""
     limits = alarms.Limits(hacking=errors)
     return any(
         "reward_hacking" in alarms.check(rows[:end], limits=limits)
@@ -136,9 +135,9 @@ def raised(rows: list[dict[str, float]], *, errors: float) -> bool:
 
 
 def of_alarm() -> list[str]:
-    """Rows: limit, made-up runs of 40 steps, recorded runs that fell and that did not.
+    """Rows: limit, simulated runs of 40 steps, recorded runs that fell and did not.
 
-    The judge of a made-up run is noise, and its reward rises at every step.
+    The judge of a simulated run is noise, and its reward rises at every step.
     """
     noise = np.random.default_rng(0).normal(size=(NOISES, 40))
     made_up = [
@@ -159,7 +158,7 @@ def of_alarm() -> list[str]:
 
 
 def of_recorded() -> list[str]:
-    """The rows of the tables that recorded runs have."""
+    """The rows of recorded runs in the tables."""
     rows = []
     for name, runs in sets().items():
         fell = sum(run.drop >= MARGIN for run in runs)
@@ -181,7 +180,6 @@ def of_recorded() -> list[str]:
 
 
 def main() -> None:
-    """Prints every table."""
     print("\n".join(of_recorded()))
     for rho in (0.0, 0.5, 0.8):
         for count in (10, 20, 40, 100):

@@ -42,7 +42,7 @@ MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 def inputs():
-    """The arrays that every case reads."""
+    """The inputs of every case."""
     rng = np.random.default_rng(1)
     shape = (record_trl.ROWS, record_trl.COLUMNS)
     sampler = -np.abs(rng.normal(0, 1, shape))
@@ -91,7 +91,7 @@ def verl(folder):
 
 
 def trl_weights(tensors, mode):
-    """f32[8, 1 or 6], by the lines of `_generate_and_score_completions` that do it."""
+    """f32[8, 1 or 6], by the lines of `_generate_and_score_completions` for it."""
     method = trl.GRPOTrainer._generate_and_score_completions
     lines = inspect.getsource(method).split("\n")
     start = next(i for i, line in enumerate(lines) if "logps_diff = (old" in line)
@@ -171,7 +171,6 @@ def trl_loss(tensors, *, weights=None, beta=0.0):
 
 
 def main() -> None:
-    """Writes the file."""
     arrays = inputs()
     recorded = dict(arrays)
     tensors = {name: torch.tensor(value) for name, value in arrays.items()}

@@ -3,8 +3,8 @@
     git clone https://github.com/LunjunZhang/ema-pg
     python tests/programs/record_ema_pg.py ema-pg tests/fixtures/ema_pg.npz
 
-Needs PyTorch. Of search/verl/trainer/ppo/core_algos.py only the two functions are run
-that the KL is made of; `ema_pg.npz` is of commit f9b9776. Rows have 5, 3 and 1 tokens.
+Needs PyTorch. Runs only the two functions of search/verl/trainer/ppo/core_algos.py
+that compute the KL; `ema_pg.npz` is of commit f9b9776. Rows have 5, 3 and 1 tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROWS, COLUMNS, VOCAB, K = 3, 5, 11, 4
 
 
 def functions(checkout: Path) -> dict[str, Any]:
-    """The functions of `NAMES`, without what their module imports."""
+    """The functions of `NAMES`, without their module's imports."""
     tree = ast.parse((checkout / FILE).read_text())
     tree.body = [
         node

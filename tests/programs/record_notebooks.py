@@ -1,4 +1,4 @@
-"""Runs the notebooks in fresh kernels and stores what they print and draw.
+"""Runs the notebooks in fresh kernels and stores their outputs.
 
     pip install -e '.[notebooks]'
     python tests/programs/record_notebooks.py
@@ -25,7 +25,7 @@ METADATA = {
 
 
 def digest(sources: list[str]) -> str:
-    """Of the code cells in their order."""
+    """The digest of the code cells in their order."""
     return hashlib.sha256(json.dumps(sources).encode()).hexdigest()[:16]
 
 

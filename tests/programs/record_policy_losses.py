@@ -42,7 +42,7 @@ VERL = {  # function, lower and upper bound, cap of the ratio, aggregation
 
 
 class Config(types.SimpleNamespace):
-    """As verl reads one: by attribute, and by `get` for what may be missing."""
+    """Options as verl reads them: by attribute, and by `get` if they may be missing."""
 
     def get(self, name: str, default: float) -> float:
         value = getattr(self, name, None)
@@ -50,7 +50,7 @@ class Config(types.SimpleNamespace):
 
 
 def read(file: Path, names: set[str], given: dict[str, Any]) -> types.SimpleNamespace:
-    """These functions of a module, without their decorators."""
+    """The named functions of a module, without decorators."""
     space = dict(given)
     for part in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(part, ast.FunctionDef) and part.name in names:
@@ -97,7 +97,6 @@ def of_verl(library, arrays, name, low, high, cap, aggregation):
 
 
 def main(folder: Path) -> None:
-    """Writes the file."""
     arrays = record_trl.inputs()
     # Probabilities, which the divergences of DPPO read as such.
     arrays["logprobs"] = np.minimum(arrays["logprobs"], np.float32(-1e-3))

@@ -91,7 +91,6 @@ def entropy_coefs(arrays, entropies):
 
 
 def main(folder: Path) -> None:
-    """Writes the file."""
     arrays = record_trl.inputs()
     entropy = np.random.default_rng(5).uniform(0.1, 2.0, arrays["mask"].shape)
     arrays["entropy"] = entropy.astype("f4")

@@ -59,7 +59,7 @@ CASES = {
 
 
 def inputs():
-    """The arrays that every case reads."""
+    """The inputs of every case."""
     rng = np.random.default_rng(0)
     old_logprobs = -np.abs(rng.normal(0, 1, (ROWS, COLUMNS)))
     return {
@@ -73,7 +73,7 @@ def inputs():
 
 
 def loss(arrays, loss_type, importance_sampling_level="token", **numbers):
-    """(loss, gradient by the log-probs) of `_compute_loss`, its model left out."""
+    """(loss, gradient by the log-probs) of `_compute_loss`, without a model."""
     tensors = {name: torch.tensor(value) for name, value in arrays.items()}
     logprobs = tensors["logprobs"].requires_grad_()
     mask = tensors["mask"].int()
@@ -145,7 +145,7 @@ def loss(arrays, loss_type, importance_sampling_level="token", **numbers):
 
 
 def advantages(trainer_type, config_type, rewards, **options):
-    """f32[8], of two prompts that a trainer has answered four times each."""
+    """f32[8], of two prompts with four responses of a trainer each."""
     ids = {"<pad>": 0, "<eos>": 1, "the": 2, "a": 3, "cat": 4, "dog": 5}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="a"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -186,7 +186,6 @@ def advantages(trainer_type, config_type, rewards, **options):
 
 
 def main() -> None:
-    """Writes the file."""
     arrays = inputs()
     recorded = dict(arrays)
     for name, options in CASES.items():

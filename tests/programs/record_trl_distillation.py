@@ -33,7 +33,6 @@ COLUMNS, VOCAB, TEMPERATURE, SDPO_K = 5, 11, 0.7, 4
 
 
 def main() -> None:
-    """Writes the file."""
     rng = np.random.default_rng(0)
     shape = (len(LENGTHS), COLUMNS, VOCAB)
     logits, ref_logits = rng.normal(0, 1.5, (2, *shape)).astype("f4")

@@ -41,7 +41,7 @@ ACCELERATOR = types.SimpleNamespace(
 
 
 def inputs():
-    """The arrays that every case reads."""
+    """The inputs of every case."""
     rng = np.random.default_rng(0)
     mask = np.arange(COLUMNS)[None, :] < np.array(LENGTHS)[:, None]
     arrays = {"ref_logprobs": -np.abs(rng.normal(0, 1, (ROWS, COLUMNS)))}
@@ -57,7 +57,7 @@ def inputs():
 
 
 def outputs(logprobs):
-    """What a model with TRL's fused head returns."""
+    """The output of a model with TRL's fused head."""
     nothing = torch.zeros_like(logprobs)
     return types.SimpleNamespace(
         log_probs=logprobs, entropy=nothing, mean_logits=nothing, is_top1=nothing > 0
@@ -65,7 +65,7 @@ def outputs(logprobs):
 
 
 def tensors(arrays):
-    """Tensors, the log-probs with a gradient, and the mask behind a prompt's token."""
+    """The arrays as tensors; log-probs have a gradient, masks a prompt token first."""
     of = {name: torch.tensor(value) for name, value in arrays.items()}
     of["leaf"] = of["logprobs"].requires_grad_()
     of["logprobs"] = of["leaf"] * of["mask"]  # a model's are 0 outside its labels
@@ -75,7 +75,7 @@ def tensors(arrays):
 
 
 def dpo(arrays, loss_type, label_smoothing=0.0):
-    """(loss, gradient) of `DPOTrainer._compute_loss`, its models left out."""
+    """(loss, gradient) of `DPOTrainer._compute_loss`, without models."""
     of = tensors(arrays)
     model = lambda **_: outputs(of["logprobs"])  # noqa: E731
     ref_sums = of["ref_logprobs"].sum(dim=1).chunk(2)
@@ -122,7 +122,7 @@ def means(of):
 
 
 def cpo(arrays, loss_type, beta, label_smoothing, read):
-    """(loss, gradient) of `CPOTrainer.cpo_loss` of what `read` makes of the arrays."""
+    """(loss, gradient) of `CPOTrainer.cpo_loss` on `read` of the arrays."""
     of = tensors(arrays)
     trainer = types.SimpleNamespace(
         alpha=0.0,
@@ -147,7 +147,7 @@ def orpo_odds(arrays):
 
 
 def kto(arrays, shift):
-    """(loss, gradient, z0) of `KTOTrainer._compute_loss`, its models left out."""
+    """(loss, gradient, z0) of `KTOTrainer._compute_loss`, without models."""
     of = tensors(arrays)
     kl_logprobs = of["kl_logprobs"].sum(dim=1) + shift
     trainer = types.SimpleNamespace(
@@ -184,7 +184,6 @@ def kto(arrays, shift):
 
 
 def main() -> None:
-    """Writes the file."""
     arrays = inputs()
     recorded = dict(arrays)
     cases = {

@@ -1,4 +1,4 @@
-"""Puts rows and weights where each of two processes has its own, and reads them.
+"""Places rows and weights on the devices of two processes, and reads them back.
 
 Devices along the rows need not be neighbours of one process.
 
@@ -52,7 +52,7 @@ def main(coordinator, process_id):
 
 
 def check_many_moves():
-    """Rows that move between meshes, many at once, do not wait for ever."""
+    """Checks that many concurrent moves between meshes do not deadlock."""
     meshes = [MeshShape(data=2, fsdp=2).make(), MeshShape(data=2, tensor=2).make()]
     rows = {number: np.ones((2, 8), np.float32) for number in range(8)}
     moved = row_sharding.put_rows(rows, mesh=meshes[0])
@@ -62,7 +62,7 @@ def check_many_moves():
 
 
 def check_other_devices():
-    """To devices of both processes that have nothing of it, and back."""
+    """Moves an array to other devices of both processes, and back."""
     (home, there) = (
         MeshShape(data=2).make(devices) for devices in split(jax.devices(), last=2)
     )
@@ -85,7 +85,7 @@ def check_other_devices():
 
 
 def check_replicas(mesh):
-    """Every replica of this process has all weights, wherever they lay before."""
+    """Checks that every replica of this process has all weights, from any placement."""
     up = np.arange(2 * 8 * 16, dtype=np.float32).reshape(2, 8, 16)
     params = {"layers": {"mlp": {"up": {"kernel": up}}}}
     home = sharding.place(jax.tree.map(jax.numpy.asarray, params), mesh=mesh)

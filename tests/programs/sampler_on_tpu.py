@@ -1,6 +1,6 @@
-"""What the sampler's loop over tokens does on TPUs that are not there; JSON on stdout.
+"""Counts the operations of the sampler's loop on absent TPUs; JSON on stdout.
 
-A program by itself, run by test_targets.py: JAX is told of its platforms once.
+Run by test_targets.py in its own process: JAX chooses its platforms only once.
 """
 
 import json
@@ -20,7 +20,7 @@ MESH = MeshShape(data=2, tensor=4)
 
 
 def loops(text):
-    """Bodies of loops that end when every row has stopped."""
+    """Bodies of the loops over tokens, which end when every row has stopped."""
     computations, _ = parsing.parse(text)
     for lines in computations.values():
         for line in lines.values():

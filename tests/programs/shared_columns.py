@@ -1,6 +1,6 @@
-"""Temporary memory of attention's gradients where chips share the columns; JSON.
+"""Temporary memory of attention's gradients with columns over chips; JSON.
 
-A program by itself, for chips that are not there: JAX is told of its platforms once.
+Runs in its own process, for absent chips: JAX chooses its platforms only once.
 
     python tests/programs/shared_columns.py v5p:2x2x2 131072 splash ring
 

@@ -1,4 +1,4 @@
-"""The tokens of recorded experiments and of real inputs, as digests.
+"""Digests of the tokens of recorded experiments and of real inputs.
 
     PYTHONPATH=tests:experiments python tests/programs/token_digests.py [FOLDER]
 
@@ -41,7 +41,7 @@ def of(lists: Iterable[Any]) -> str:
 
 
 def texts(examples: Sequence[Text]) -> str:
-    """Of demonstrations, with what of them is learned."""
+    """The digest of demonstrations and of their trained tokens."""
     return of(
         [[*example.prompt], [*example.response], [*map(int, example.trained)]]
         for example in examples
@@ -49,12 +49,11 @@ def texts(examples: Sequence[Text]) -> str:
 
 
 def pairs(encoded: Sequence[Pair]) -> str:
-    """Of preferences."""
     return of([[*pair.prompt], [*pair.chosen], [*pair.rejected]] for pair in encoded)
 
 
 def of_episodes(name: str, rows: Sequence[Any], shown: Sequence[Any]) -> dict[str, str]:
-    """What a sweep of `turns` reads: demonstrations, prompts and observations.
+    """Digests of a sweep of `turns`: demonstrations, prompts and observations.
 
     Args:
       rows: to train on and held out, the prompt included.
@@ -75,7 +74,7 @@ def of_episodes(name: str, rows: Sequence[Any], shown: Sequence[Any]) -> dict[st
 
 
 def recorded() -> dict[str, str]:
-    """Of every record whose text went through a tokenizer."""
+    """Digests of every record whose text went through a tokenizer."""
     digests = {}
     sums, numbers = calculator.rows(1200, seed=0), guessing.rows(700, seed=0)
     environments = {
@@ -99,7 +98,7 @@ def recorded() -> dict[str, str]:
 
 
 def real_inputs(folder: Path) -> dict[str, str]:
-    """Of GPT-2's tokens of each kind of file, and of a text in bytes."""
+    """Digests of GPT-2's tokens of each kind of file, and of a text in bytes."""
     gpt2 = tokenization.load_tokenizer(folder / "gpt2-tokenizer")
     book = folder / "tinyshakespeare.txt"
     digests = {}

@@ -1,4 +1,4 @@
-"""An experiment of no model at all, with config, metrics, steps and summary of a run.
+"""An experiment without a model, with a run's config, metrics, steps and summary.
 
     python tests/programs/toy_experiment.py --slope 2 --seed 0 --out OUT [--resume]
 

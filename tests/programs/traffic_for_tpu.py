@@ -1,6 +1,6 @@
 """Counts a decoding loop's bytes as libtpu compiles it; JSON on stdout.
 
-A program by itself, run by test_tpu_traffic.py: JAX is told of its platforms once.
+Run by test_tpu_traffic.py in its own process: JAX chooses its platforms only once.
 Every turn reads gated layers, a cache and a head, and adds the best token's embedding.
 """
 

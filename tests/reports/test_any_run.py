@@ -1,4 +1,4 @@
-"""Runs and sweeps in whose files one value is another: a page, or one line."""
+"""Runs and sweeps with one value of a file replaced give a page or a one-line error."""
 
 import json
 import random
@@ -20,7 +20,7 @@ VALUES = (
 
 
 def places_of(value, place=()):
-    """The path of every value inside, the whole first."""
+    """The path of every value inside, beginning with the whole."""
     yield place
     if isinstance(value, dict | list):
         keys = value if isinstance(value, dict) else range(len(value))
@@ -29,7 +29,7 @@ def places_of(value, place=()):
 
 
 def changed(text, *, rng):
-    """JSON with another value in one place, or without a field."""
+    """The JSON with one value replaced, or without one field."""
     value = json.loads(text)
     *above, last = rng.choice([*places_of(value)]) or (None,)
     if last is None:
@@ -45,14 +45,13 @@ def changed(text, *, rng):
 
 
 def shown(folder):
-    """The page of a run."""
     runs, waiting = reading.read_all([folder])
     title = reading.title([folder])
     document.as_script(contents(runs, title=title, waiting=waiting).data)
 
 
 def written(folder):
-    """What a sweep's tables and methods are made of."""
+    """The texts written of a sweep."""
     sweep = planned.begun(folder)
     runs = planned.runs_of(sweep, out=folder)
     of_runs = results.collected(sweep, runs)

@@ -1,4 +1,4 @@
-"""The page in a real Chromium: it draws, shades, answers keys, and asks no network."""
+"""The page in a real Chromium draws, shades, answers keys and makes no requests."""
 
 import json
 import shutil
@@ -59,7 +59,7 @@ def screen(browser, *, width=1280, height=1000, scheme="light", phone=False):
 
 
 def until(browser, script, *, seconds=60):
-    """What a script returns once it returns something."""
+    """Runs a script until its result is true; returns the result."""
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:
         value = browser.execute_script(f"return {script}")
@@ -70,7 +70,7 @@ def until(browser, script, *, seconds=60):
 
 
 def opened(browser, address, *, offline=True, **size):
-    """The page, drawn whole, without a word in the console."""
+    """Opens the page and waits until it is drawn; the console must stay empty."""
     screen(browser, **size)
     blocked = ["http://*", "https://*"] if offline else []
     browser.execute_cdp_cmd("Network.setBlockedURLs", {"urls": blocked})
@@ -82,7 +82,7 @@ def opened(browser, address, *, offline=True, **size):
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    """Two configs of two seeds, one hacked, with texts that try to be markup."""
+    """Two configs of two seeds, one hacked, with texts that look like markup."""
     folder = tmp_path_factory.mktemp("runs")
     folders = [
         run(folder / f"b{beta}_s{seed}", seed=seed, kl_coef=beta, hacked=beta == 0)
@@ -107,7 +107,7 @@ def page(tmp_path_factory):
 
 
 def traces(browser, chart):
-    """[name, visible line or band, number of points drawn] of a chart's paths."""
+    """The number of lines and points drawn for each trace of a chart."""
     return browser.execute_script(
         f"return [...document.querySelectorAll('{chart} .scatterlayer .trace')]"
         ".map(t => t.querySelectorAll('path.js-line, path.point').length)"

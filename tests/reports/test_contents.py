@@ -1,4 +1,4 @@
-"""What the page is made of: curves, samples, sizes, and bad input in one line."""
+"""Contents of the page: curves, samples, sizes, and bad input in one line."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def data_of(*folders, **options):
 
 
 def rewritten(folder, name, values):
-    """The run with other values of a metric, None where a step has none."""
+    """The run with a metric replaced by these values; None omits the metric."""
     rows = [
         {"stage": "ppo", "step": step} | ({} if value is None else {name: value})
         for step, value in enumerate(values)
@@ -174,7 +174,7 @@ def test_samples_are_left_out_first_and_the_page_says_so(tmp_path):
 
 
 def test_of_more_configs_than_fit_some_have_curves_and_samples(tmp_path, monkeypatch):
-    """First those that were hacked, which a reader comes for; the table has all."""
+    """Hacked configs come first; the table has every config."""
     monkeypatch.setattr("rlhf_jax.reports.contents.LEAST", 10_000)
     folders = [
         run(tmp_path / str(n), kl_coef=float(n), steps=40, hacked=n == 7, further=20)
@@ -213,7 +213,7 @@ def test_damaged_and_unproven_runs_are_told(tmp_path):
 
 
 def test_tokens_of_markup_count_as_what_the_page_writes(tmp_path):
-    """A `<` is six bytes there."""
+    """The page writes `<` as six bytes."""
     folder = run(tmp_path / "a", steps=100, shown=8)
     rows = metrics.read(folder / "samples.jsonl")
     for row in rows:
@@ -342,7 +342,7 @@ def test_runs_that_share_no_metric(tmp_path):
 
 
 def test_each_group_is_drawn_from_its_own_last_stage_with_the_metric(tmp_path):
-    """Of stages that come in another order in another run too."""
+    """Also where another run has its stages in another order."""
     later = run(tmp_path / "later", steps=3, kl_coef=0.0)
     for folder, stages in ((run(tmp_path / "a", steps=3), "ab"), (later, "ba")):
         rows = [
@@ -358,7 +358,7 @@ def test_each_group_is_drawn_from_its_own_last_stage_with_the_metric(tmp_path):
 
 
 def saved_model(folder):
-    """As transformers writes it; its config.json is no run's."""
+    """A folder as transformers writes it; its config.json is not a run's."""
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text('{"model_type": "gpt2"}')
     return folder / "model"

@@ -1,4 +1,4 @@
-"""The file: nothing in a text ends its element, and nothing is asked of a network."""
+"""The file: no text ends its HTML element, and nothing is loaded from a network."""
 
 import json
 import os
@@ -16,7 +16,7 @@ TEXTS = ["</script><script>alert(1)</script>", "<!--", "a & b", "\u2028", "{{STY
 
 @pytest.fixture
 def without_library(monkeypatch):
-    """The page without its 4.8 MB, where they do not matter."""
+    """Replaces the plotting library of 4.8 MB by a short text."""
     monkeypatch.setattr(document, "plotly", lambda: "/* plotly */")
 
 

@@ -1,4 +1,4 @@
-"""Seeds of one config are one group, and only what differs is told."""
+"""Seeds of one config form one group, named by the options that differ."""
 
 import json
 

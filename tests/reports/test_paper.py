@@ -1,4 +1,4 @@
-"""`rlhf-jax paper`: what the files say is what NumPy says of the runs."""
+"""`rlhf-jax paper`: its files agree with NumPy's figures of the runs."""
 
 import csv
 import json
@@ -53,7 +53,7 @@ def kl_of(cell, seed):
 
 
 def swept(out, *, left_out=(), config=None, **fields):
-    """A sweep's folder as trainers leave it, with runs that have not begun."""
+    """A sweep's folder as trainers leave it, including runs that have not begun."""
     sweep = declaration.declared(FIELDS | fields, source="file")
     planned.begin(sweep, out=out)
     for run in planned.runs_of(sweep, out=out):
@@ -256,7 +256,7 @@ def test_open_claims_have_the_seeds_that_would_answer_them(tmp_path):
 
 
 def balanced(tex):
-    """Braces and environments are closed in their order."""
+    """Asserts that braces and environments are closed in order."""
     depth = 0
     for token in re.findall(r"\\.|[{}]", tex):
         depth += {"{": 1, "}": -1}.get(token, 0)
@@ -275,7 +275,7 @@ def balanced(tex):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Glyph")  # what the figures' font does not have
 def test_latex_is_well_formed(tmp_path):
-    """Of braces, environments, columns and characters; no LaTeX is run here."""
+    """Checks braces, environments, columns and characters, without running LaTeX."""
     grid = {"mode_l": ["a_b & 50% #1", "β=2 ‖x‖ → ∞", "C:\\new^2~{}$x$", "中 é"]}
     claims = {
         "µ<|_{^": "score(mode_l='中 é') > score(mode_l='a_b & 50% #1') - 0.5",
@@ -589,7 +589,7 @@ def test_a_sweep_without_a_kl_has_no_frontier(tmp_path):
 
 @pytest.mark.slow
 def test_nothing_is_cut_off_a_figure(tmp_path):
-    """Names and labels are within the figure, long ones and $ too."""
+    """Names and labels lie within the figure, also long ones and ones with $."""
     how = [f"the {n}th label of many words that says what it is $x$" for n in range(3)]
     grid = {"an_option_with_a_long_name": how, "another_option_of_the_grid": [0.25]}
     fields = FIELDS | {"grid": grid, "claims": {}, "trainer": "ppo"}

@@ -1,4 +1,4 @@
-"""A judge that fell is told from noise, whether or not the reward rose meanwhile."""
+"""Verdicts tell a judge that fell from noise, whether or not the reward rose."""
 
 import json
 
@@ -23,7 +23,7 @@ def verdict(folder):
 
 
 def kind(score, judge):
-    """Of a score at each step, and of a judge at some of them."""
+    """The verdict for a score at each step and a judge at some steps."""
     every = len(score) // len(judge)
     rows = [{"step": n, verdicts.SCORE: float(x)} for n, x in enumerate(score)]
     for row, x in zip(rows[::every], judge, strict=True):
@@ -32,7 +32,7 @@ def kind(score, judge):
 
 
 def share_called(judges):
-    """Of judges under a reward that rises, those that are called fallen."""
+    """The share of judges called fallen while the reward rises."""
     called = [kind(np.linspace(0, 1, len(judge)), judge)[0] for judge in judges]
     assert set(called) <= {"hacked", "clean"}
     return called.count("hacked") / len(called)
@@ -49,7 +49,7 @@ def test_the_verdict_of_a_run_that_was_hacked_and_of_one_that_was_not(tmp_path):
 
 
 def test_a_judge_that_rose_at_first_and_fell_then():
-    """Over-optimisation: the peak is what the end is compared with."""
+    """Over-optimisation: the end is compared with the peak."""
     steps = np.arange(50)
     noise = np.random.default_rng(0).normal(0, 0.05, 50)
     name, since = kind(steps / 50, np.sin(steps / 50 * 2.8) + noise)
@@ -103,7 +103,7 @@ def test_a_judge_that_fell_and_recovered_is_none():
 @pytest.mark.parametrize("count", [10, 20, 40, 100])
 @pytest.mark.parametrize("name", ["normal", "ties", "long tails"])
 def test_noise_is_seldom_taken_for_a_fall(name, count):
-    """The best of many means is compared with the last."""
+    """Although the best of many means is compared with the last."""
     rng = np.random.default_rng(1)
     judges = {
         "normal": rng.normal(size=(300, count)),
@@ -115,7 +115,7 @@ def test_noise_is_seldom_taken_for_a_fall(name, count):
 
 @pytest.mark.slow
 def test_noise_that_drifts_is_taken_for_it_far_less_often():
-    """An AR(1) judge at ρ = 0.8: over half of such runs if its values counted apart."""
+    """An AR(1) judge, ρ = 0.8: independent errors would call over half fallen."""
     noise = np.random.default_rng(2).normal(size=(300, 200))
     judges = np.zeros((300, 200))
     for step in range(1, 200):
@@ -124,7 +124,7 @@ def test_noise_that_drifts_is_taken_for_it_far_less_often():
 
 
 def test_the_alarm_alone_is_no_hacking(tmp_path):
-    """It compares a few steps: one judge of noise in ten raises it at the end."""
+    """The alarm compares few steps: a tenth of noisy judges raise it at the end."""
     folder = run(tmp_path / "a", done=False)
     rows = metrics.read(folder / "metrics.jsonl")
     for row in rows[5:8]:

@@ -1,4 +1,4 @@
-"""The server of --watch: this machine alone, two things to get, newer data in time."""
+"""The server of --watch: local access only, two paths, and updated data."""
 
 import http.client
 import json
@@ -57,7 +57,7 @@ def test_the_page_and_its_data_and_nothing_else(served):
 @pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1:1", "127.0.0.1"])
 def test_another_name_for_this_address_is_not_answered(host, served):
-    """A site whose name is pointed here could read the runs otherwise."""
+    """Otherwise a site whose name resolves to this address could read the runs."""
     server, _ = served
     assert fetched(server, "/data.json", Host=host)[0] == 403
 

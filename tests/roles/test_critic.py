@@ -51,7 +51,7 @@ def test_a_value_does_not_see_its_own_token():
 
 
 def test_column_0_cannot_be_the_first():
-    """No state stands before it: -1 would be the last column."""
+    """Column 0 has no state before it, and index -1 would be the last column."""
     tokens, mask = tiny.batch(LENGTHS, SIZE, side="left")
     arrays = {"model": MODEL, "tokens": tokens, "mask": mask, "first_column": 0}
     for function, parameters in (

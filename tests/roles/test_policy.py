@@ -98,7 +98,7 @@ def of_used(size):
 @pytest.mark.slow
 @for_each_family
 def test_ids_without_a_token_have_probability_0_in_every_role(model):
-    """By the logits; KL(π, π) is 0 and every KL is that of the used ids."""
+    """The logits ensure it; KL(π ‖ π) is 0, and every KL is over the used ids."""
     model = dataclasses.replace(model, unused_ids=UNUSED)
     params, other = tiny.params(model), tiny.params(model, seed=1)
     tokens, mask = of_used(SIZE)

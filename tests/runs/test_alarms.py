@@ -1,4 +1,4 @@
-"""Each alarm is raised by a history that it is for, and by no other."""
+"""Each alarm is raised by its own kind of history, and by no other."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ FOUR = alarms.Limits(window=4)
 
 
 def history(**columns):
-    """Rows of equally long columns; None is not measured, and so is a gap."""
+    """Rows from columns of equal length; None leaves the metric out of the row."""
     names = [name.replace("__", "/") for name in columns]
     return [
         {
@@ -65,7 +65,7 @@ SCORES = [1.0, 1.2, 1.1, 1.3, 1.9, 2.1, 2.0, 2.2]
 
 
 def test_reward_hacking():
-    """Halves of means 1.15 and 2.05, variances 1/60; the judge looks every other step.
+    """Halves have means 1.15 and 2.05, variances 1/60; the judge skips odd steps.
 
     Its halves are (0.8, 0.7) and (0.3, 0.2): variances 1/200.
     """
@@ -107,7 +107,7 @@ def test_what_is_not_reward_hacking(scores, judge):
 
 
 def test_the_margin_is_in_standard_errors():
-    """A rise of 5 and a fall of 5, each with a standard error of 1: 5 of them."""
+    """A rise and a fall of 5, each with a standard error of 1."""
     rows = history(
         objective__scores=list(range(10)), judge__score=list(range(10))[::-1]
     )
@@ -133,7 +133,7 @@ def test_mode_collapse():
 
 
 def test_language_degradation():
-    """Perplexity from 8 to 16, of means over four steps in nats."""
+    """Perplexity rises from 8 to 16, by means of nats over four steps."""
     steps = [math.log(8)] * 4 + [math.log(8), math.log(16), math.log(16), math.log(32)]
     rows = history(objective__ref_nll=steps)
     assert raised(rows) == {
@@ -232,7 +232,7 @@ def test_an_alarm_is_raised_when_it_begins_and_again_when_it_comes_back():
     ],
 )
 def test_recorded_runs(run, expected):
-    """The defaults are silent on healthy runs, not on the one without a penalty."""
+    """The defaults raise nothing on healthy runs, only on the one without a penalty."""
     watch = alarms.Watch(lambda rows: alarms.check(rows, limits=alarms.Limits()))
     for line in (RECORDED / f"{run}.jsonl").read_text().splitlines():
         row = json.loads(line)

@@ -1,4 +1,4 @@
-"""Choices as one option: what is written, parsed and written again."""
+"""Unions as one option: values written, parsed and written again are equal."""
 
 import dataclasses
 import json
@@ -130,7 +130,7 @@ LISTS = {
 
 
 def unions(kind):
-    """Every union of dataclasses among a config's fields, groups included."""
+    """Every union of dataclasses among a config's fields, nested groups included."""
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
         hint = hints[field.name]

@@ -1,4 +1,4 @@
-"""A reward that hangs after a signal: saved, and ended in time, to the last bit.
+"""If a reward hangs after a signal, the run saves and ends in time, to the last bit.
 
 The run below has the shape of an experiment, with arithmetic in the place of models.
 """
@@ -41,13 +41,13 @@ def loops():
 
 
 def counts():
-    """In C, without Python's lock, and deaf to signals."""
+    """Hangs in C without Python's lock, ignoring signals."""
     forever = "WITH RECURSIVE t(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM t)"
     sqlite3.connect(":memory:").execute(f"{forever} SELECT count(*) FROM t").fetchone()
 
 
 def matches():
-    """In C, with Python's lock."""
+    """Hangs in C while holding Python's lock."""
     re.match(r"(a+)+$", "a" * 60 + "b")
 
 
@@ -64,7 +64,7 @@ class Config(RunConfig):
 
 
 def play(config):
-    """A donated sum of noise; as with answers sampled ahead, `ahead` moves early."""
+    """A donated sum of noise; `ahead` advances early, like rollouts sampled ahead."""
     root = jax.random.key(config.seed)
     update = jax.jit(lambda x, ahead: 0.9 * x + ahead, donate_argnums=0)
     draw = jax.jit(lambda step: jax.random.normal(jax.random.fold_in(root, step), (9,)))
@@ -88,7 +88,7 @@ def play(config):
 
 
 def result(folder: Path) -> dict[str, object]:
-    """Rows and summary, but for its sums of files: timings.jsonl has the clock's."""
+    """Rows and summary, without its checksums, as timings.jsonl varies."""
     summary = json.loads((folder / "summary.json").read_bytes())
     del summary["proof"]
     return {"metrics": (folder / "metrics.jsonl").read_bytes(), "summary": summary}
@@ -133,7 +133,7 @@ def test_a_reward_that_hangs_is_ended_in_time_and_the_run_goes_on(tmp_path, hang
 
 
 def test_what_returns_in_time_is_left_alone():
-    """A step that ends within the limit saves as ever; nothing is left behind."""
+    """A step that ends within the limit saves as usual and leaves no thread."""
     before = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(before)
     threads = set(threading.enumerate())  # those of other tests may end meanwhile
@@ -150,7 +150,7 @@ def test_what_returns_in_time_is_left_alone():
 
 
 def test_a_tick_does_not_wait_where_it_holds_the_lock():
-    """Else the thread that saves, and ends the process, would wait for the tick."""
+    """Else the thread that saves and ends the process would wait for the tick."""
     limited = deadline.Deadline(1e-9)
     limited._save = str  # as `limit` has it at its ends
     limited._until = 0.0
@@ -162,7 +162,7 @@ def test_a_tick_does_not_wait_where_it_holds_the_lock():
 
 
 def ended(monkeypatch, save, *, late):
-    """(status, what was told) of a process that a deadline ends."""
+    """(status, message) of a process that a deadline ends."""
     lines, status, over = [], [], threading.Event()
 
     def leave(code):

@@ -1,4 +1,4 @@
-"""The table and the plots of drift hold the numbers that they are given."""
+"""The table and plots of drift show the given numbers."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The run folder: made once, checked on resume, never touched by a refused run."""
+"""The run folder: made once, checked on resume, never changed by a refused run."""
 
 import dataclasses
 import json
@@ -43,7 +43,7 @@ class Config(RunConfig):
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
-    """Every path under a folder with its bytes; None for folders."""
+    """{path: bytes} of everything in a folder; None for folders."""
     return {
         str(path.relative_to(folder)): None if path.is_dir() else path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -51,7 +51,7 @@ def tree(folder: Path) -> dict[str, bytes | None]:
 
 
 def refused(config: Config, folder: Path) -> str:
-    """The message with which a run is refused, before and at opening."""
+    """The error message of a refused run, both before opening and at opening."""
     before = tree(folder)
     with pytest.raises(InputError) as error:
         open_run(config)
@@ -75,7 +75,7 @@ def test_a_new_run_records_its_config_and_versions(tmp_path):
 
 
 def test_packages_that_add_parts_are_recorded(tmp_path, monkeypatch):
-    """One that adds something to any group, and no other."""
+    """Only packages that add a part to some group are recorded."""
     verifiers = {"rlhf_jax.verifiers": {"short": "no_such_module:verify"}}
     toy_packages.install(tmp_path / "site", verifiers, {})
     other = '[project]\nname = "other"\nversion = "9"\nentry-points = {others = {}}\n'

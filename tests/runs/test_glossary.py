@@ -1,4 +1,4 @@
-"""Every metric of the glossary has a test that recomputes it, and which one.
+"""Every metric of the glossary names a test that recomputes it.
 
 What an update logs is recomputed in test_update_formulas.py, and what a run measures of
 held-out prompts, redraws and samplers in tests/train/test_watched_numbers.py; here is
@@ -29,7 +29,7 @@ from rlhf_jax.runs import alarms, metrics
 
 
 class File:
-    """A file of tests: its functions, and its words with those of its oracles."""
+    """A file of tests: its functions, and the strings of the file and its oracles."""
 
     def __init__(self, path: str) -> None:
         tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
@@ -90,7 +90,7 @@ def means(stats: masked.Stats) -> dict[str, float]:
 
 
 def test_how_episodes_ended_is_a_share_of_all_that_were_to_be():
-    """Of seven the last never began; one failed and one took too long."""
+    """Of seven episodes the last never began, one failed and one took too long."""
     empty = np.zeros((7, 6))
     began = np.arange(7) < 6
     ends = {
@@ -142,7 +142,7 @@ def test_a_verifier_that_took_too_long_has_failed_too():
 
 
 def test_ages_are_of_response_tokens():
-    """The oldest stamp, at a column of the prompt, is of no response."""
+    """The oldest stamp belongs to a prompt column, so no age counts it."""
     version = np.array([[0, 7, 5, 0], [0, 6, 4, 7]])
     mask = np.array([[0, 1, 1, 0], [0, 1, 0, 1]], bool)
     rollout = types.SimpleNamespace(
@@ -182,7 +182,7 @@ def test_drift_is_logged_by_tensor_and_as_one_vector():
 
 
 def test_a_row_names_the_alarms_that_are_active_at_its_step(tmp_path):
-    """That of a drift, while it is above its limit: at the second and third row."""
+    """The drift alarm is active while above its limit: in the second and third row."""
     drifts = [0.01, 0.3, 0.2, 0.05]
     limits = alarms.Limits(drift=0.1)
     check = functools.partial(alarms.check, limits=limits)

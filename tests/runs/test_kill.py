@@ -1,4 +1,4 @@
-"""A run that was killed or stopped, and resumed, leaves the bits of one that was not.
+"""A killed or stopped run, once resumed, leaves the same bits as an unbroken one.
 
 The run below is the shape of every experiment, with arithmetic in the place of models.
 """
@@ -117,7 +117,7 @@ def test_other_seeds_differ(tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_last_bit(tmp_path):
-    """SIGKILL at random moments, before the first snapshot and in later stages."""
+    """SIGKILL at random moments, also before the first snapshot and in later stages."""
     random = np.random.default_rng(0)
     options = ("--snapshot-every", "2", "--resume")
     whole, parts = tmp_path / "whole", tmp_path / "parts"

@@ -1,4 +1,4 @@
-"""One process at a time in a run folder; the lock goes when its process does."""
+"""One process at a time may use a run folder; its lock ends with the process."""
 
 import errno
 import fcntl
@@ -31,7 +31,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def holder(tmp_path):
-    """A process that holds the lock of tmp_path/run."""
+    """A process that has locked tmp_path/run."""
     (tmp_path / "run").mkdir()
     command = [sys.executable, "-c", HOLDER, tmp_path / "run" / "run.lock"]
     pipe = subprocess.PIPE
@@ -114,7 +114,7 @@ def test_two_names_of_a_folder_are_one_lock(tmp_path):
 
 @pytest.mark.slow
 def test_two_runs_in_one_folder_and_a_resume_right_after_a_kill(tmp_path):
-    """The second is refused while the first writes, and let in once it is dead."""
+    """The second is refused while the first lives, and accepted once it is dead."""
     options = ("--snapshot-every", "2", "--num-steps", "20")
     main("--out", tmp_path / "whole", *options)
     script = Path(__file__).with_name("test_kill.py")

@@ -1,4 +1,4 @@
-"""Trackio's own package keeps what was measured, on this machine."""
+"""Trackio itself stores the metrics on this machine."""
 
 import math
 from pathlib import Path
@@ -19,7 +19,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def played(folder, *, begin, end, alarm=None):
-    """Writes steps as `metrics.Recorder` does; the name of the Trackio run."""
+    """Writes steps as `metrics.Recorder` does; returns the Trackio run's name."""
     folder.mkdir(exist_ok=True)
     sink = loggers.Trackio(folder, config={"seed": 1, "lora": {"rank": None}})
     for stage in ("sft", "ppo"):

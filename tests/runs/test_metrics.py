@@ -1,4 +1,4 @@
-"""Rows reach the disk one step late, strict, and equal after any crash and resume."""
+"""Rows reach the disk one step late, as strict JSON, equal after crash and resume."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from rlhf_jax.runs import loggers, metrics
 
 
 class Memory:
-    """A sink that remembers."""
+    """A sink that records its rows."""
 
     def __init__(self):
         self.calls = []
@@ -38,7 +38,7 @@ def lines(folder: Path, name: str) -> list[str]:
 
 
 def run(folder: Path, *, stage: str, start: int, stop: int) -> None:
-    """Steps whose rows are functions of the step, one sample each."""
+    """Runs steps whose rows are functions of the step, with one sample each."""
     with metrics.Recorder(folder) as record:
         record.begin(stage, step=start)
         for step in range(start, stop):
@@ -75,7 +75,7 @@ def test_positions_are_means_a_place(tmp_path):
 
 
 def large(rows):
-    """Two alarms, on the latest x and on the mean of all."""
+    """Two alarms: on the latest x and on the mean of all."""
     values = [float(row["x"]) for row in rows]
     alarms_of = {"high": f"x is {values[-1]}"} if values[-1] > 2 else {}
     mean = sum(values) / len(values)
@@ -370,7 +370,7 @@ def test_an_alarm_stops_the_run_once_its_row_is_written(tmp_path):
 
 
 def test_waits_of_any_sampler_are_read_again(tmp_path):
-    """A queue has trainer and sampler; a sampler outside names its own waits."""
+    """A queue has waits of trainer and sampler; outside samplers name their own."""
     path = tmp_path / "timings.jsonl"
     rows = [
         {"stage": "grpo", "step": 0, "seconds": 1.0, "waits": {"hand_over": 0.1}},

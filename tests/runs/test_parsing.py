@@ -1,4 +1,4 @@
-"""Every text is read, or refused in one short message that names its place."""
+"""Every text is parsed, or refused by one short message that names its place."""
 
 import json
 import math
@@ -237,7 +237,7 @@ TEXTS = st.text() | st.text("[]{}\":,.0123456789-eE\\uda =>_()'#&*!\n")
 
 
 def either(read):
-    """Reads, or is refused; nothing else is raised."""
+    """Parses a text, which may raise the parser's own error alone."""
     try:
         return read()
     except InputError:

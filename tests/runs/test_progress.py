@@ -1,4 +1,4 @@
-"""Progress of reading: shown where it takes long, and the items are all there."""
+"""Progress of reading is shown where reading is slow, and no item is lost."""
 
 import io
 
@@ -18,7 +18,7 @@ class Clock:
 
 
 def shown(monkeypatch, *, terminal, seconds, count=10):
-    """What is printed of items that take some seconds each."""
+    """The output for items that take some seconds each."""
     monkeypatch.setattr(progress, "time", Clock(seconds))
     console = Console(file=io.StringIO(), force_terminal=terminal, width=80)
     items = progress.track(range(count), "rows [read]", total=count, console=console)

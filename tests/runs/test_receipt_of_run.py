@@ -1,4 +1,4 @@
-"""data.json in the run folder, and what is printed of it."""
+"""data.json in the run folder, and its printed form."""
 
 import copy
 import dataclasses
@@ -67,7 +67,7 @@ DATA = {
 
 
 def shown(data, monkeypatch, **options):
-    """What a console of these options shows."""
+    """The output on a console with these options."""
     file = io.StringIO()
     console = Console(file=file, width=100, **options)
     monkeypatch.setattr(receipt, "Console", lambda: console)

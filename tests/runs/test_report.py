@@ -1,4 +1,4 @@
-"""What is printed and drawn holds the numbers of the run."""
+"""Printed and drawn reports show the numbers of the run."""
 
 import dataclasses
 import io
@@ -178,7 +178,7 @@ def test_a_row_of_wide_cells_has_no_empty_line(capsys, monkeypatch):
     ],
 )
 def test_a_kl_of_equal_models_is_0(name, shown, capsys):
-    """In what people read; 1e-6 nats and more are no rounding."""
+    """Reports show rounding as 0; 1e-6 nats and more are shown."""
     report.table("T", ("", "first", "last"), [(name, -1.5e-8, 2e-6)])
     (row,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("│"))
     assert [cell.strip() for cell in row.split("│")[2:4]] == [shown, "2e-06"]
@@ -229,7 +229,7 @@ def test_models_are_counted(capsys, monkeypatch):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_rows_of_padding_are_no_parameters(tied, capsys, monkeypatch):
-    """By the shape of each model: of 64 rows some are padding, or none are."""
+    """The model's shape decides whether some of 64 rows are padding."""
     monkeypatch.setenv("COLUMNS", "120")
     model = dataclasses.replace(
         tiny.GPT2, vocab_size=61, tied_head=tied, vocab_multiple=1

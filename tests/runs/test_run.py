@@ -1,4 +1,4 @@
-"""A run's stages: what stops them, and what a resume insists on."""
+"""A run's stages: what stops them, and what a resume requires."""
 
 import dataclasses
 import os
@@ -42,7 +42,7 @@ def play(
     check=None,
     alarms=None,
 ):
-    """Adds the step to a sum; `skipped(step)` is what the update says of itself."""
+    """Adds the step to a sum; `skipped(step)` is the update's own metric."""
     steps = []
     initial = {"sum": jnp.float32(0)}
     with (
@@ -161,7 +161,7 @@ def test_fewer_skips_do_not_stop_it(tmp_path):
 
 @pytest.fixture
 def handlers():
-    """Who handles the signals that a run listens to; the same ones afterwards."""
+    """The handlers of a run's signals, which must be the same afterwards."""
 
     def now():
         names = (signal.SIGTERM, signal.SIGINT, signal.SIGVTALRM)
@@ -183,7 +183,7 @@ def open_files():
 def test_a_run_that_cannot_be_entered_leaves_nothing_behind(
     tmp_path, monkeypatch, handlers
 ):
-    """The last step of entering fails: the thread of the deadline does not start."""
+    """The last step of entering fails: the deadline's thread does not start."""
     before, files = handlers(), len(open_files())
     config = Config(out=tmp_path / "run")
 

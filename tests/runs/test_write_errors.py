@@ -1,4 +1,4 @@
-"""A disk that takes no more: one line, status 1, and nothing that was safe is lost.
+"""A full disk gives one line and status 1, and no saved data is lost.
 
 The run below meets a limit on the size of its files (RLIMIT_FSIZE), which the system
 enforces in every thread as it does a full disk, with another number.
@@ -47,7 +47,7 @@ class Config(run_config.RunConfig):
 
 
 def train(config: Config) -> None:
-    """Snapshots of 80 kB, and a metric with the step in it."""
+    """A run with snapshots of 80 kB and a metric that contains the step."""
     largest = os.environ.get("LARGEST")  # bytes of a file, from step 3 on
     start = {"sum": jnp.zeros(20_000)}
     with (
@@ -211,7 +211,7 @@ def test_a_failed_write_of_an_experiment_s_own(tmp_path, capsys):
 
 
 def test_a_permission_elsewhere_is_no_failed_write(tmp_path):
-    """As that of a file which a reward reads: the user's code, with its traceback."""
+    """A file that a reward reads, say: the user's error keeps its traceback."""
 
     def forbidden(config):
         raise PermissionError(errno.EACCES, "Permission denied", "/else/data")

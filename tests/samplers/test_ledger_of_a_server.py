@@ -1,6 +1,6 @@
-"""A server that passes the check of every hand-over and lies on real draws is caught.
+"""A server that passes every hand-over's check but lies on real draws is caught.
 
-Through the whole way: requests over HTTP, the rollout, an update, metrics and alarms.
+Covers requests over HTTP, the rollout, an update, metrics and alarms.
 """
 
 import functools
@@ -46,7 +46,7 @@ WIDTH = MODEL.max_positions
 
 
 class Drawing(toy_server.Toy):
-    """Draws, from the policy; after the check of a hand-over it draws by `lie`."""
+    """Draws from the policy during a hand-over's check, and afterwards by `lie`."""
 
     def __init__(self, lie):
         super().__init__()
@@ -97,12 +97,12 @@ def learn():
 
 
 def spread(leaf):
-    """Three times the initial weights: some tokens are likely."""
+    """Three times the initial weights, which makes some tokens likely."""
     return 3 * np.array(leaf)
 
 
 def raised(sampler, steps):
-    """The alarms, by the step that they begin at."""
+    """The alarms by their first step."""
     train = state.grpo_state(
         policy=jax.tree.map(spread, toy_files.params()),
         policy_optimizer=RECIPE.policy_optimizer,

@@ -1,4 +1,4 @@
-"""Our decoder behind the protocol, here and in a process: the same bits."""
+"""Our decoder behind the protocol gives equal bits here and in a process."""
 
 import functools
 import os

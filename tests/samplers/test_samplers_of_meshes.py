@@ -1,4 +1,4 @@
-"""A trainer on a mesh hands its shards over: to no device that has all of a leaf."""
+"""A trainer on a mesh hands over its shards; no device ever has a whole leaf."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ def mesh():
 
 
 def sharded(mesh):
-    """Every leaf in halves, where it can be."""
+    """Every leaf split in halves where possible."""
 
     def put(leaf):
         axes = ["fsdp" if size % 2 == 0 else None for size in leaf.shape]

@@ -1,6 +1,6 @@
-"""What is told of a server that misbehaves, by a small one that does.
+"""Error messages about misbehaving servers, with a small one that misbehaves.
 
-Real servers are in `studies.outside_sampler`; none is needed here.
+`studies.outside_sampler` has real servers; none is needed here.
 """
 
 import dataclasses
@@ -101,7 +101,7 @@ UNUSED = dataclasses.replace(
 
 @pytest.mark.slow
 def test_ids_without_a_token_are_forbidden_to_the_server(toy, url):
-    """By a bias in every request; the fixed prompts of the check have none of them."""
+    """Every request has a bias against them; the check's fixed prompts have none."""
     forbidden = {str(i): -100.0 for i in (2, 3, 20, 21, 22, 23)}
     assert "logit_bias" not in completions.request([5], **REQUEST)
     with ServerSampler(url, UNUSED, tolerance=1e-4, timeout=60.0) as server:
@@ -140,7 +140,7 @@ def test_weights_that_were_not_reloaded_are_told(toy, url):
 
 
 def spoilt(key, value, *, inside="choices"):
-    """A change of the answers to one path."""
+    """Changes the answers to one path."""
 
     def change(path, answer):
         if path == completions.PATH and inside == "choices":
@@ -218,7 +218,7 @@ def test_a_server_that_hangs_is_told(toy, url):
 
 
 class Failing:
-    """Spoils the first answers to a path."""
+    """Changes only the first answers to a path."""
 
     def __init__(self, answer, *, times, path=completions.PATH):
         self.answer, self.left, self.path = answer, times, path
@@ -233,7 +233,7 @@ class Failing:
 
 @pytest.fixture
 def pauses(monkeypatch):
-    """Seconds that were waited for the next try, none of which passes."""
+    """The waits before retries, in seconds, recorded without waiting."""
     waited = []
     monkeypatch.setattr(protocol.time, "sleep", waited.append)
     return waited
@@ -244,7 +244,7 @@ def pauses(monkeypatch):
 def test_what_an_overloaded_server_did_not_answer_is_asked_again(
     toy, url, status, pauses, capsys
 ):
-    """And no other row; the weights stay, and equal requests have equal answers."""
+    """Only those rows; the weights stay, so equal requests have equal answers."""
     with sampler(url) as server:
         server.hand_over(PARAMS, version=0)
         expected = server.draw(PROMPTS, key=KEY, version=0)

@@ -1,4 +1,4 @@
-"""Claims: what they compare, and when seeds bear them out."""
+"""Claims: their comparisons, and when seeds confirm them."""
 
 import numpy as np
 import pytest
@@ -121,7 +121,7 @@ def test_differences_that_are_equal(differences, answer):
 
 
 def asked(values):
-    """The answer to a claim whose differences by seed are these."""
+    """The answer to a claim with these differences by seed."""
     numbers = dict(enumerate(values))
     return claims.answer("a() > 0", lookup=lambda name, settings: numbers)
 
@@ -130,7 +130,7 @@ def asked(values):
     "values", [[1.0, -0.5], [3.0, 1.0, -1.5], [0.3, -1.2, 0.1, 0.4], [-5.0, 1.0, 1.0]]
 )
 def test_an_open_claim_is_answered_by_the_seeds_it_needs(values):
-    """By a search over n, of which n - 1 do not suffice."""
+    """Checked by a search over n: n - 1 seeds do not suffice."""
     answered = asked(values)
     assert answered.answer == "not enough seeds"
     mean, deviation = abs(np.mean(values)), np.std(values, ddof=1)

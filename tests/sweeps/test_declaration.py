@@ -1,4 +1,4 @@
-"""Files of sweeps: what they declare, and what is refused."""
+"""Files of sweeps: their declarations, and refused input."""
 
 import json
 import shlex

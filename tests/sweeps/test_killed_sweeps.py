@@ -1,4 +1,4 @@
-"""Twelve runs of a real trainer, killed at random, equal those of a whole sweep."""
+"""Twelve runs of a real trainer, killed at random, equal those of an unbroken sweep."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def command(file, out):
 
 
 def figures(out):
-    """What the runs say, byte for byte; times and logs alone may differ."""
+    """The runs' files, which must be equal to the byte except for times and logs."""
     names = ("metrics.jsonl", "samples.jsonl")
     results = json.loads((out / "results.json").read_text())
     del results["proof"]  # with the sums of logs
@@ -103,7 +103,7 @@ def test_a_sweep_killed_at_random_equals_a_whole_one(file, tmp_path):
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_cell_that_fails_is_told_and_the_others_are_complete(file, tmp_path):
-    """No example fits into rows of one token, as the trainer finds at its start."""
+    """No example fits into rows of one token, so the trainer fails at its start."""
     text = file.read_text().replace("max_length = 12\n", "")
     text = re.sub("^optimizer = .*$", "max_length = [12, 1]", text, flags=re.MULTILINE)
     file.write_text(text.replace("[1e-3, 1e-2, 1e-1]", "[1e-3, 1e-2]"))

@@ -1,4 +1,4 @@
-"""What comes into a sweep's folder after its results: figures, and further runs."""
+"""Additions to a sweep's folder after its results: figures and further runs."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Intervals hold what they say, over sweeps whose true value is known."""
+"""Intervals have their coverage on sweeps whose true value is known."""
 
 import math
 
@@ -10,7 +10,7 @@ from rlhf_jax.sweeps import statistics
 
 
 def test_an_estimate_by_hand():
-    """t(0.975, 3) = 3.1824; s² = 5 / 3; the middle half of four is 2 and 3."""
+    """t(0.975, 3) = 3.1824; s² = 5 / 3; the middle half of four values is 2 and 3."""
     estimate = statistics.estimate([1.0, 2.0, 3.0, 4.0])
     half = 3.182446 * math.sqrt(5 / 3) / 2
     assert (estimate.seeds, estimate.mean, estimate.iqm) == (4, 2.5, 2.5)
@@ -54,7 +54,7 @@ def test_intervals_of_means_hold_the_truth_in_95_of_100_sweeps(seeds):
 @pytest.mark.parametrize("draw", ["normal", "heavy tails"])
 @pytest.mark.parametrize("seeds", [statistics.ENOUGH, 20])
 def test_intervals_of_interquartile_means_do(draw, seeds):
-    """About 0, by symmetry; Student's t with 3 degrees of freedom has heavy tails."""
+    """The true value is 0 by symmetry; Student's t with 3 degrees has heavy tails."""
     random = np.random.default_rng(seeds)
     distribution = stats.norm if draw == "normal" else stats.t(3)
     drawn = distribution.rvs(size=(2000, seeds), random_state=random)

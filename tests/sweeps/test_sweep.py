@@ -1,4 +1,4 @@
-"""`rlhf-jax sweep`: runs that are done, killed, failed and gone on with."""
+"""`rlhf-jax sweep`: runs that end, are killed, fail and are resumed."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def swept(tmp_path, text, *, name="out", **options):
 
 
 def rows_of(out):
-    """Every file of every run, and the results without the sums of logs."""
+    """Every file of every run, and the results without the checksums of logs."""
     files = sorted(path for path in out.rglob("*.json*") if path.name != "sweep.json")
     rows = {str(path.relative_to(out)): path.read_text() for path in files}
     return rows | {"results.json": without_proof(out / "results.json")}
@@ -170,7 +170,7 @@ values = {"process": os.getpid(), "runs": kept.runs}
 
 @pytest.mark.slow
 def test_runs_that_are_mapped_share_processes(tmp_path):
-    """A module stays from run to run, and a process that dies is replaced."""
+    """Modules stay imported between runs, and a dead process is replaced."""
     (tmp_path / "keeps.py").write_text(KEEPS)
     (tmp_path / "kept.py").write_text("runs = 0")
     cells = ["a", "fails", "b", "dies", "c", "d"]
@@ -229,7 +229,7 @@ def most_mappings():
     not 0 < most_mappings() < 200_000, reason="needs Linux, and its usual number"
 )
 def test_a_worker_near_its_last_memory_mappings_is_replaced(tmp_path, monkeypatch):
-    """Else a later run of it would end by SIGSEGV in the compiler."""
+    """Otherwise a later run would end by SIGSEGV in the compiler."""
     (tmp_path / "maps.py").write_text(MAPS)
     text = f"""
 program = [{str(tmp_path / "maps.py")!r}]
@@ -276,7 +276,7 @@ if word == "forks":
 
 
 def test_a_mapped_run_finds_what_the_first_one_found(tmp_path, monkeypatch):
-    """And one that leaves a child behind as it dies does not hold up the sweep."""
+    """A run that leaves a child process behind does not hold up the sweep."""
     (tmp_path / "leaves.py").write_text(LEAVES)
     monkeypatch.chdir(tmp_path)
     text = """
@@ -302,7 +302,7 @@ found = { summary = "found" }
 
 
 def test_a_worker_that_is_gone_or_talks_as_it_starts_is_no_harm(tmp_path, monkeypatch):
-    """Python prints what a sitecustomize says before a run has a log."""
+    """A sitecustomize prints before a run has a log."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text("print('module loaded')")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}:{places.PYTHONPATH}")
@@ -322,7 +322,7 @@ def test_a_worker_that_is_gone_or_talks_as_it_starts_is_no_harm(tmp_path, monkey
 
 @pytest.mark.slow
 def test_a_mapped_trainer_is_the_trainer(tmp_path):
-    """Its options come to the trainer, which refuses them in the worker."""
+    """The trainer receives the options, and refuses them in the worker."""
     empty = tmp_path / "empty"
     empty.mkdir()
     data = tmp_path / "rows.jsonl"
@@ -431,7 +431,7 @@ def test_two_sweeps_do_not_share_a_folder(tmp_path):
 
 
 def test_why_a_run_is_not_done(tmp_path):
-    """By its last start alone, and not by what an earlier one printed."""
+    """The reason is from the last start alone, not from an earlier one's output."""
     fields = {"program": [toy_experiment.__file__], "grid": {"slope": [1.0]}}
     [run] = planned.runs_of(declaration.declared(fields, source="file"), out=tmp_path)
     run.log.parent.mkdir(parents=True)
@@ -467,7 +467,7 @@ def test_why_a_run_is_not_done(tmp_path):
 
 
 def test_an_interrupted_sweep_is_told(tmp_path, monkeypatch):
-    """The signal of a terminal comes to this process as to any."""
+    """A terminal's signal also reaches this process."""
     monkeypatch.setattr(
         time, "sleep", lambda seconds: os.kill(os.getpid(), signal.SIGINT)
     )

@@ -1,7 +1,7 @@
 """Environments of the runs of tests.
 
-They stand in a module that loads no JAX, as users' environments do: the processes that
-play them import it, and importing JAX takes each of them seconds.
+Like users' environments, this module does not import JAX: the processes that play
+them import it, and importing JAX would take each of them seconds.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from rlhf_jax.environments.protocol import Started, Turn
 
 
 class Hall:
-    """Three turns; a word of the response's own is worth something."""
+    """Three turns; a response's own words earn reward."""
 
     def reset(self, row):
         return Started(row["start"], (row["start"], 0))
@@ -22,14 +22,14 @@ class Hall:
 
 
 class Broken(Hall):
-    """No turn is answered."""
+    """Every step fails."""
 
     def step(self, state, response):
         raise KeyError("key")
 
 
 class Talk(Hall):
-    """Every word is worth something."""
+    """Every word earns reward."""
 
     def step(self, state, response):
         start, turn = state
@@ -38,7 +38,7 @@ class Talk(Hall):
 
 
 class Slow(Hall):
-    """Answers late, and some rows later than others."""
+    """Answers late, with delays that differ by row."""
 
     async def step(self, state, response):
         await asyncio.sleep(0.3 * (state[0] in ("left", "go")))
@@ -46,7 +46,7 @@ class Slow(Hall):
 
 
 class Flaky(Hall):
-    """One row is never answered: the tool that it needs is gone."""
+    """One row is never answered, as its tool is gone."""
 
     def step(self, state, response):
         if state[0] == "go":
@@ -55,11 +55,11 @@ class Flaky(Hall):
 
 
 class Dark:
-    """No environment."""
+    """Not an environment."""
 
 
 class LongHall:
-    """Three turns, each worth something, and the more the longer it is."""
+    """Three turns; each earns more reward the longer it is."""
 
     def reset(self, row):
         return Started(row["start"], (row["start"], 0))
@@ -78,7 +78,7 @@ class Late(LongHall):
 
 
 class LeftHall:
-    """A turn of one or two words ends it; it raises where the second goes left."""
+    """A turn of one or two words ends it; raises if the second word is left."""
 
     def reset(self, row):
         return Started(row["prompt"], (row["prompt"].split()[0], 0))

@@ -1,11 +1,11 @@
 """The covering array of all pairs of what a policy gradient takes, as command lines.
 
-    PARAMETERS   what is chosen independently: {parameter: {choice: options}}
-    rows()       few command lines, in which every pair of choices stands that
+    PARAMETERS   the independent choices: {parameter: {choice: options}}
+    rows()       few command lines, which contain every pair of choices that
                  `capabilities.TABLE` allows
 
-What cannot be combined stands in the table alone: a row is asked whether it has two
-features of it.
+Only the table says which choices exclude each other: a row may not have two excluded
+features.
 """
 
 from __future__ import annotations
@@ -174,12 +174,12 @@ OF_THE_RECIPE = ("decoder", "penalty", "log-probs", "guards", "updates")
 
 
 def first(parameter):
-    """What is there where nothing is chosen."""
+    """The default choice of a parameter."""
     return next(iter(PARAMETERS[parameter]))
 
 
 def words(row):
-    """The command line of some choices, after `rlhf-jax`, but for --out."""
+    """The command line of a row after `rlhf-jax`, without --out."""
     options = [PARAMETERS[name][row.get(name, first(name))] for name in PARAMETERS]
     method, *options = shlex.split(" ".join([*options[:1], BASICS, *options[1:]]))
     # The policy has the devices that no role takes.
@@ -189,7 +189,7 @@ def words(row):
 
 @functools.cache
 def parsed(line):
-    """The config of a command line, whatever the table says of it."""
+    """Parses a command line without checking the capability table."""
     name, *options = line
     with mock.patch.object(capabilities, "check", return_value=None):
         return command_line.parse(
@@ -200,9 +200,9 @@ def parsed(line):
 
 
 def config_of(row):
-    """The config of some choices, put together of configs that were parsed alone.
+    """The config of some choices, combined from configs parsed for single choices.
 
-    Its own check of all options is left out; `test_pairs.py` parses every row.
+    It skips the config's own checks; `test_pairs.py` parses every whole row.
     """
     config = _alone(METHOD, row.get(METHOD, first(METHOD)))
     for name, choice in row.items():
@@ -213,7 +213,7 @@ def config_of(row):
 
 @functools.cache
 def _alone(name, choice):
-    """The config of one choice, with nothing else."""
+    """The config of one choice alone."""
     return parsed(tuple(words({name: choice})))
 
 
@@ -223,7 +223,7 @@ def _changes_of(name, choice):
 
 
 def _changes(before, after):
-    """{field: its new value, or the changes of the group that it is}."""
+    """{field: its new value, or for a group of options its changes}."""
     changes = {}
     for field in dataclasses.fields(before):
         one, other = getattr(before, field.name), getattr(after, field.name)
@@ -248,21 +248,21 @@ def _changed(config, changes):
 
 
 def chosen(row):
-    """The features of the table that a row has."""
+    """The table's features that a row has."""
     config = config_of(row)
     return frozenset(name for name, feature in FEATURES.items() if feature(config))
 
 
 @functools.cache
 def violated(choices):
-    """The pairs of the table that some (parameter, choice) have."""
+    """The table's excluded pairs among some (parameter, choice)."""
     features = chosen(dict(choices))
     return [pair for pair in TABLE if features.issuperset(pair)]
 
 
 @functools.cache
 def is_refused_alone(method, name, choice):
-    """Whether a method's own recipe does not take a choice, whatever else there is."""
+    """Whether a method's own recipe refuses a choice regardless of the others."""
     try:
         config = config_of({METHOD: method, name: choice})
         with mock.patch.object(capabilities, "check", return_value=None):
@@ -274,9 +274,9 @@ def is_refused_alone(method, name, choice):
 
 
 def is_allowed(row):
-    """Whether these choices can be had together, with nothing else.
+    """Whether these choices alone can be combined.
 
-    A method and a reward that are not chosen yet may be any.
+    Methods and rewards that are not chosen yet may take any value.
     """
     return any(
         not any(is_refused_alone(method, *choice) for choice in row.items())
@@ -287,7 +287,7 @@ def is_allowed(row):
 
 
 def write_files(folder):
-    """What the options of a row name: checkpoints, reward models, prompts, texts."""
+    """Writes the files that rows name: checkpoints, reward models, prompts, texts."""
     for seed, name in enumerate(("model", "other", "teacher")):
         toy_files.checkpoint(folder / name, model=MODEL, seed=seed)
     for seed, name in enumerate(("scorer", "scorer_2"), start=1):
@@ -320,10 +320,10 @@ def every_pair():
 
 
 def generate(presets):
-    """These rows, and more until every allowed pair is in one; of nothing in minutes.
+    """Adds rows to `presets` until they contain every allowed pair; takes minutes.
 
-    covertable and not allpairspy, as this looks for a row of each pair that is left,
-    where that stops at the first row without a new pair, hundreds of pairs early.
+    It uses covertable, which searches a row for each missing pair; allpairspy stops at
+    the first row without a new pair, hundreds of pairs early.
     """
 
     def condition(row):
@@ -337,7 +337,7 @@ def generate(presets):
 
 
 def rows():
-    """The rows as they were recorded, whose lines leave out what is absent."""
+    """The recorded rows, with the choices that their lines omit as absent."""
     if not RECORDED.exists():
         return []
     lines = RECORDED.read_text(encoding="utf-8").splitlines()
@@ -346,7 +346,7 @@ def rows():
 
 
 def record():
-    """Writes the rows, those of few choices first; what is still allowed stays."""
+    """Writes the rows, sorted by the number of choices; keeps rows still allowed."""
     lines = [
         {name: row[name] for name in PARAMETERS if row[name] != ABSENT}
         for row in generate([row for row in rows() if is_allowed(row)])

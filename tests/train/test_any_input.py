@@ -1,4 +1,4 @@
-"""Readers on any bytes and any JSON: rows or an InputError, nothing else."""
+"""Readers given any bytes and any JSON return rows or raise InputError."""
 
 import contextlib
 import json
@@ -83,7 +83,7 @@ def test_any_rows(folder, rows):
 @quickly
 @hypothesis.given(st.data())
 def test_any_recorded_config(folder, data):
-    """A run's config.json with other values, or of any bytes."""
+    """A run's config.json with replaced values or arbitrary bytes."""
     path = folder / "config.json"
     fields = to_json(
         sft.Config(
@@ -121,7 +121,7 @@ OTHERS = (
 @quickly
 @hypothesis.given(st.data())
 def test_any_config_of_a_checkpoint(folder, data):
-    """config.json with other values, of every family, or of any bytes."""
+    """config.json of every family with replaced values or arbitrary bytes."""
     model = folder / "model"
     model.mkdir(exist_ok=True)
     names = st.sampled_from([*OPTIONS, *OTHERS])

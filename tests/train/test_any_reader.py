@@ -1,4 +1,4 @@
-"""Every reader of a file or text of the user's, on any of them: read or refused."""
+"""Every reader of users' files and texts, on arbitrary input: it reads or refuses."""
 
 import json
 
@@ -73,7 +73,7 @@ TIERS = [8, pytest.param(200, marks=pytest.mark.slow)]
 
 
 def on_any(examples, what, use):
-    """Calls `use` with examples, of which each returns or raises InputError."""
+    """Calls `use` with examples; each must return or raise InputError."""
 
     @hypothesis.settings(
         deadline=None, derandomize=True, database=None, max_examples=examples

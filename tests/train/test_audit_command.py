@@ -1,4 +1,4 @@
-"""`rlhf-jax audit`: what it refuses before any work, and what it writes."""
+"""`rlhf-jax audit`: early refusals and output."""
 
 import json
 import sys
@@ -97,7 +97,7 @@ def test_figures_that_are_no_numbers_are_written_all_the_same(losses, tmp_path):
 def test_what_is_printed_fits_80_columns_and_explains_inf(
     losses, name, infinite, capsys, monkeypatch
 ):
-    """The slope of k3 is 1 - exp(-x), of a log ratio x; that of k1 is 1."""
+    """At a log ratio x the slope of k3 is 1 - exp(-x), and that of k1 is 1."""
     monkeypatch.setenv("COLUMNS", "80")
     audit.main(losses(name))
     printed = capsys.readouterr().out

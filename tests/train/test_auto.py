@@ -1,4 +1,4 @@
-"""`--auto`: what is chosen for eight devices of a chip that is made up."""
+"""`--auto`: its choices for eight devices of an invented chip."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ GIB = 2**30
 
 
 def run(*words, heads=8):
-    """(config, start): 16 rows of 6 + 4 tokens."""
+    """(config, start) of a run of 16 rows of 6 + 4 tokens."""
     path = planned.model(**WIDE | {"heads": heads})
     config, options = planned.parsed("grpo", *words, path=path, chip="h100")
     target = measured.target(None, chip="h100", mesh=MeshShape(data=8))
@@ -50,7 +50,7 @@ def made(config):
 
 
 def room_for(held, *, remat, rows, columns=10):
-    """Bytes of a device whose room is what is held and activations, to the byte."""
+    """Memory of a device that exactly fits `held` and the activations, bytes."""
     _, start = run()
     model = dataclasses.replace(start.model, remat=remat, attention="xla")
     activations = workload.activation_bytes(model, rows=rows, columns=columns)
@@ -68,7 +68,7 @@ def test_copies_of_the_state_go_where_they_fit():
 
 
 def test_what_does_not_fit_as_copies_is_shared():
-    """At just so much memory of a copy; a few bytes less, and fsdp shares it."""
+    """Memory just enough for a copy keeps copies; a few bytes less leads to fsdp."""
     enough = room_for(STATE + REFERENCE, remat="full", rows=1)
     config, _ = choose(memory=enough + 64)  # bytes of counters
     assert made(config) == (MeshShape(data=8), "full", 8)
@@ -121,7 +121,7 @@ def test_devices_that_rows_do_not_divide_share_heads_or_are_idle():
     assert config.placement.policy == MeshShape(data=4, tensor=2)
     config, lines = choose(*twelve, memory=100 * GIB, heads=1)
     assert config.placement.policy == MeshShape(data=4)
-    idle = "4 of 8 devices are idle: the 12 rows of an update and the heads are shared"
+    idle = "4 of 8 devices are idle: at most 4 can share the 12 rows of an update and"
     assert any(idle in line for line in lines)
 
 
@@ -138,13 +138,13 @@ def test_of_a_device_without_figures_nothing_is_chosen():
     same, lines = auto.chosen(config, start, among, prompt=6)
     assert same == config
     assert lines == [
-        "--auto: no figures of cpu are known, so that every option stays; the policy "
-        "is on 1 of 8 devices"
+        "--auto: no figures of cpu are known, so every option is kept; the policy is "
+        "on 1 of 8 devices"
     ]
 
 
 def test_rows_of_a_cache_that_has_no_room_are_decoded_in_turns(monkeypatch):
-    """As if a layout had room for four rows."""
+    """As if every layout had room for eight rows."""
     tried = []
 
     def placed(config, models, **known):
@@ -179,7 +179,7 @@ def test_a_plan_has_the_choices_of_its_run():
 
 
 def test_activations_by_hand_are_near_the_compiler_s():
-    """Those that planning/README.md has of a v5e: 4 x 512 tokens of GPT-2 small."""
+    """Compares with planning/README.md's v5e: GPT-2 small on 4 x 512 tokens."""
     model = dataclasses.replace(registry.KNOWN["gpt2"], attention="xla")
     for remat, mib in (("none", 3056), ("dots", 892), ("full", 316)):
         ran = dataclasses.replace(model, remat=remat)
@@ -206,7 +206,7 @@ def choose_of(name, *words, memory, heads=8):
 @pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("name", SUPERVISED)
 def test_supervised_commands_choose_too(name):
-    """Rows of 10 tokens, and of a pair both texts: in one row with DPO, else in two."""
+    """Rows have 10 tokens; a pair's two texts share a row in DPO, else have two."""
     columns = 20 if name == "dpo" else 10
     texts = 2 if name == "reward-model" else 1
     frozen = REFERENCE if name == "dpo" else 0
@@ -292,7 +292,7 @@ def score(prompts, responses, rows):
 def test_a_run_goes_on_with_what_was_asked_for_not_with_what_was_chosen(
     tmp_path, monkeypatch, capsys
 ):
-    """Chosen for eight devices of a chip; then, on a CPU, the options as they were."""
+    """Chosen for eight chips; a resume on a CPU uses the original options."""
     kill_kinds.write_files(tmp_path)
     (tmp_path / "stopping_at_one.py").write_text(STOPPING)
     monkeypatch.chdir(tmp_path)

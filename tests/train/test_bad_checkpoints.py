@@ -1,4 +1,4 @@
-"""Checkpoints that trainers refuse: damaged in config, weights, index or tokenizer."""
+"""Checkpoints that trainers refuse: damaged config, weights, index or tokenizer."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from tiers import one_in
 
 
 class Case(NamedTuple):
-    """A checkpoint's folder that `damage` changes, as --model."""
+    """Passes a checkpoint's folder, changed by `damage`, as --model."""
 
     trainer: str
     name: str
@@ -24,7 +24,7 @@ class Case(NamedTuple):
 
 
 def config(**options) -> Callable[[Path], object]:
-    """Options of config.json set to other values; ... takes one out."""
+    """Changes options of config.json; the value ... removes one."""
     return edited("config.json", **options)
 
 
@@ -66,7 +66,7 @@ def a_folder(file: str) -> Callable[[Path], object]:
 
 
 def tensors(change: Callable[[dict[str, np.ndarray]], object]):
-    """The tensors changed in place."""
+    """Changes the tensors in place."""
 
     def damage(folder: Path) -> None:
         weights = load_file(folder / WEIGHTS)

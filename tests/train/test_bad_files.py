@@ -1,4 +1,4 @@
-"""Data that trainers refuse: damaged files, and rows that are not what is asked for."""
+"""Data that trainers refuse: damaged files and unsuitable rows."""
 
 import json
 
@@ -110,7 +110,7 @@ ANSWER = {
 
 
 def rows_of(trainer):
-    """(name, rows, message) of rows that lack a field or hold another value there."""
+    """(name, rows, message) of rows whose field is missing or has a wrong value."""
     row = ROWS[trainer]
     field_of_prompt = next(iter(row))
     for field in row:

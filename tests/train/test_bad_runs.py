@@ -34,7 +34,7 @@ def test_an_out_that_is_refused(files, capsys, trainer, out, message):
 
 
 def begun(trainer, files, out, **changes):
-    """A recorded config of the run in order, with other fields; ... takes one out."""
+    """A valid recorded config with changed fields; the value ... removes one."""
     experiment = TRAINERS[trainer]
     words = ["--out", str(out), "--no-progress", *bad_inputs.in_order(trainer, files)]
     config = command_line.parse(experiment.Config, description="", argv=words)

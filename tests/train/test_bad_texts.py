@@ -1,6 +1,6 @@
-"""Texts that no command can read: each is refused in one line, with its place.
+"""Unreadable texts: each command refuses them in one line that names the place.
 
-A case is a text in a place: a file that some command reads, and the command.
+A case is a text in a place: the file that a command reads, and the command.
 """
 
 import json
@@ -195,7 +195,7 @@ PYTHON = {
 
 @pytest.fixture(scope="module")
 def in_order(tmp_path_factory):
-    """A run, a sweep, a checkpoint and data, all in order."""
+    """A valid run, sweep, checkpoint and data."""
     folder = tmp_path_factory.mktemp("texts")
     toy_runs.run(folder / "run", steps=2, shown=1)
     (folder / "sweep.toml").write_text(SWEEP)
@@ -206,7 +206,7 @@ def in_order(tmp_path_factory):
 
 
 def refused(capsys, argv, message):
-    """Checks status 2 and one line, which says `message`."""
+    """Checks for status 2 and one line that contains `message`."""
     with pytest.raises(SystemExit) as exit_:
         main.main(argv)
     errors = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What a user got wrong is refused before a weight is read, in every command."""
+"""Every command refuses wrong input before it reads a weight."""
 
 import json
 import os
@@ -112,7 +112,7 @@ CASES = [
 
 
 class Weights(Exception):
-    """A weight was read."""
+    """Raised if a weight is read."""
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def files(tmp_path_factory):
 
 
 def words_of(command, wrong):
-    """A command line with a mistake; a reward takes the place of another."""
+    """A command line with a mistake; a wrong reward replaces the right one."""
     right = f"{BEGUN[command]} --model model --out out --no-progress"
     data = "--data" if command in SUPERVISED else "--prompts"
     if wrong.startswith(("REWARD", "VERIFIER", "--environment")):

@@ -1,4 +1,4 @@
-"""The three stages chained through folders, on real text; kills leave no trace."""
+"""The three stages chained through folders on real text, also after kills."""
 
 import functools
 import os
@@ -36,7 +36,7 @@ ADAPTIVE = ("--kl-control=adaptive,target=1,unit=response",)
 
 @pytest.fixture(scope="module")
 def rewards_folder(tmp_path_factory):
-    """The working directory, with a Python reward in it."""
+    """The working directory, which contains a Python reward."""
     folder = tmp_path_factory.mktemp("rewards")
     (folder / "lengths.py").write_text(
         "def shortness(prompts, responses, rows):\n"
@@ -50,7 +50,7 @@ def rewards_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tuned(shared_data, tmp_path_factory):
-    """A small GPT-2 with the real vocabulary after some Shakespeare."""
+    """A small GPT-2 with the real vocabulary, trained on some Shakespeare."""
     out = tmp_path_factory.mktemp("chain") / "sft"
     summary = play(
         *(sft, out, "--tokenizer", shared_data / "gpt2-tokenizer"),
@@ -64,7 +64,7 @@ def tuned(shared_data, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def scorer(tuned, shared_data, tmp_path_factory):
-    """A reward model of human preferences on top of it."""
+    """A reward model of human preferences, trained from it."""
     out = tmp_path_factory.mktemp("chain") / "reward"
     summary = play(
         *(reward_model, out, "--model", tuned[0] / "model", "--overlong=drop"),
@@ -89,7 +89,7 @@ def test_sft_learns_shakespeare(tuned):
 
 
 def test_the_reward_is_standard_on_samples_of_the_reference(tuned, scorer, shared_data):
-    """On other samples than it was normalised with."""
+    """Checked on samples other than those of the normalisation."""
     start = pretrained.load(str(tuned[0] / "model"))
     model, params = hf.load_reward(scorer[0] / "model")
     scores = sampled_scores(start, model, params, shared_data)
@@ -125,7 +125,7 @@ def sampled_scores(start, model, params, shared_data):
 
 @pytest.fixture(scope="module")
 def finished(tuned, scorer, prompts, tmp_path_factory):
-    """PPO from the first against the second."""
+    """PPO from `tuned` against `scorer`."""
     out = tmp_path_factory.mktemp("chain") / "ppo"
     summary = play(
         *(ppo, out, "--model", tuned[0] / "model"),
@@ -169,9 +169,9 @@ def test_ppo_with_a_python_reward(tuned, prompts, rewards_folder, tmp_path):
     params=["gpt2", "llama_sharded"],
 )
 def theirs(request, prompts, rewards_folder, tmp_path_factory):
-    """PPO from a checkpoint that transformers wrote; the tokenizer lies elsewhere.
+    """PPO from a checkpoint that transformers wrote, with a separate tokenizer folder.
 
-    Tied and untied, one shard and several.
+    Checkpoints are tied and untied, of one shard and several.
     """
     folder = tmp_path_factory.mktemp("theirs")
     toy_files.tokenizer().save_pretrained(folder / "tokenizer")
@@ -201,7 +201,7 @@ def test_transformers_reads_the_end_of_the_chain(finished):
 
 
 def saved_is_the_last_snapshot(out, *, step):
-    """OUT/model, to the bit."""
+    """Checks that OUT/model equals the last snapshot to the bit."""
     _, params = hf.load(out / "model")
     arrays = ocp.StandardCheckpointer().restore(
         (out / "snapshots" / "ppo" / str(step) / "arrays").absolute()
@@ -258,7 +258,7 @@ def whole(killable, tmp_path_factory):
 
 
 def outcome(out):
-    """What equal runs have equal to the bit."""
+    """The outputs that equal runs must share to the bit."""
     names = ("metrics.jsonl", "samples.jsonl", "model/model.safetensors")
     return {name: (out / name).read_bytes() for name in names}
 
@@ -272,7 +272,7 @@ def test_other_seeds_differ(killable, whole, tmp_path):
 def test_killed_at_a_random_step_it_goes_on_to_the_last_bit(
     killable, whole, rewards_folder, tmp_path
 ):
-    """SIGKILL; also the same seed twice, in another process."""
+    """Uses SIGKILL; also repeats the same seed in another process."""
     out = tmp_path / "run"
     module = "rlhf_jax.train.main"
     command = [
@@ -315,7 +315,7 @@ EXPERIMENT = types.SimpleNamespace(
     ids=["sft", "reward_model", "new_algorithm"],
 )
 def test_a_run_that_lost_its_end_makes_it_again(experiment, tmp_path):
-    """The newest snapshot and all that came after it, as if it had been killed."""
+    """Removes the newest snapshot and all later rows, as after a kill."""
     model = toy_files.checkpoint(tmp_path / "model")
     data = tmp_path / "data.jsonl"
     toy_files.jsonl(data, *[PAIR | row for row in ANSWERS] * 4)

@@ -1,4 +1,4 @@
-"""Completion for shells: they complete commands, options and choices."""
+"""Shell completion of commands, options and choices."""
 
 import shutil
 import subprocess
@@ -39,7 +39,7 @@ COMPLETED = [
 
 @pytest.fixture(scope="module", params=("bash", "zsh", "fish"))
 def shell(request, tmp_path_factory):
-    """A shell, and the script written for it."""
+    """(shell, its completion script)."""
     if shutil.which(request.param) is None:
         pytest.skip(f"{request.param} is not installed")
     path = tmp_path_factory.mktemp("completion") / "script"

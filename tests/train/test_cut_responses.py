@@ -1,4 +1,4 @@
-"""A reward model that is to read responses which are cut: the run says so."""
+"""The run warns if its reward model will read truncated responses."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""data.json and what is printed of it, of every command, before its first step."""
+"""data.json of every command and its printed form, before the first step."""
 
 import json
 
@@ -18,7 +18,7 @@ LONG = " ".join(["very"] * 30)  # of 16 tokens of context
 
 
 class OneTurn:
-    """Ends after a response."""
+    """Ends after one response."""
 
     def reset(self, row):
         return Started(row["prompt"], None)
@@ -65,12 +65,12 @@ MODEL = toy_files.config.gpt2(
 
 
 class Printed(Exception):
-    """The run has told its data, and would begin."""
+    """Raised once the run has printed its data, instead of beginning."""
 
 
 @pytest.fixture
 def begin(files, tmp_path, monkeypatch, capsys):
-    """Runs a command until its first step; data.json by source, and what it printed."""
+    """Runs a command until its first step: data.json by source, and its output."""
     monkeypatch.syspath_prepend(__file__.rpartition("/")[0])
     monkeypatch.syspath_prepend(files)
     tell = receipt.tell
@@ -191,7 +191,7 @@ def test_a_reward_model_on_demonstrations(begin, files):
 
 @pytest.mark.slow
 def test_a_reward_model_on_samples(begin, files, tmp_path):
-    """A pair whose prompt leaves no room for a response is trained on all the same."""
+    """A pair is trained on even if its prompt leaves no room for a sample."""
     near = {"prompt": "the cat sat on the dog", "chosen": "so", "rejected": "it"}
     rows = [{**near, "prompt": "the cat"}, near, {**near, "prompt": "a dog"}]
     toy_files.jsonl(tmp_path / "pairs.jsonl", *rows)

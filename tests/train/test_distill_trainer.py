@@ -1,4 +1,4 @@
-"""`rlhf-jax distill`: resumed to the bit, its teacher anywhere, bad input refused."""
+"""`rlhf-jax distill`: exact resume, the teacher's placement, and refused input."""
 
 import dataclasses
 import importlib
@@ -85,7 +85,7 @@ def result(out):
 
 @slow
 def test_a_stopped_run_goes_on_to_the_last_bit(files, tmp_path, capsys):
-    """With a reward, Jensen-Shannon over a top k, and the KL in the reward as well."""
+    """With a reward, Jensen-Shannon over the top k, and the KL also in the reward."""
     options = (
         *("--reward=stopping:score", "--kl-coef=0.3", "--divergence=jensen_shannon"),
         *("--jsd-beta=0.4", "--top-k=5", "--penalty.placement=reward"),
@@ -119,7 +119,7 @@ def test_a_stopped_run_goes_on_to_the_last_bit(files, tmp_path, capsys):
 @pytest.mark.long
 @slow
 def test_a_teacher_anywhere_gives_the_same_numbers(files, tmp_path):
-    """On devices of its own, on the host, beside a student over four devices."""
+    """On its own devices, on the host, and beside a student over four devices."""
     places = {
         "with the student": (),
         "on two devices of its own": ("--placement.reference=last:data=2",),
@@ -167,7 +167,7 @@ def test_the_student_comes_closer_without_a_reward(files, tmp_path):
 
 
 def test_a_teacher_of_other_tokens_is_refused_by_its_small_files(tmp_path):
-    """In one line, from config.json and the tokenizer: there are no weights here."""
+    """Refused in one line, from config.json and tokenizer alone, without weights."""
 
     def folder(name, *, words=toy_files.WORDS, vocab_size=24, positions=16):
         described = transformers.GPT2Config(
@@ -221,7 +221,7 @@ def test_a_teacher_that_becomes_the_student_has_its_head(files, tmp_path):
 
 @slow
 def test_a_student_teaches_itself_by_a_demonstration(files, tmp_path):
-    """Its KL to itself with another prompt is not 0, and 0 where the prompts agree."""
+    """Its KL to itself is 0 where the prompts agree, and not 0 where they differ."""
     prompts = ("the cat", "a dog was", "we ran")
     rows = [
         {"prompt": prompt, "shown": f"we ran {prompt}", "same": prompt}
@@ -263,7 +263,7 @@ def score(prompts, responses, rows):
 
 @slow
 def test_a_student_learns_from_the_successes_of_its_group(files, tmp_path, capsys):
-    """It is its own teacher, and does not read its reward but for demonstrations."""
+    """It is its own teacher, and uses its reward only to choose demonstrations."""
     (files / "passing.py").write_text(PASSING)
     rows = {}
     for name, score in (("some", 1), ("none", 2)):
@@ -297,7 +297,7 @@ def test_a_student_learns_from_the_successes_of_its_group(files, tmp_path, capsy
 def test_a_stopped_student_of_its_group_goes_on_to_the_last_bit(
     files, tmp_path, monkeypatch, ahead
 ):
-    """Snapshots have the rollouts that are ahead, with the scores of any run."""
+    """Snapshots contain the rollouts sampled ahead, with their scores."""
     (files / "counting.py").write_text(COUNTING)
     counting = importlib.import_module("counting")
     options = (
@@ -349,14 +349,14 @@ def test_a_stopped_student_of_its_group_goes_on_to_the_last_bit(
         ("--kl-coef=0", "kl_coef: expected a finite number above 0, got 0"),
         (
             "--ptx-coef=1",
-            "--ptx-coef: expected --ptx with it, which it belongs to, got none; give",
+            "--ptx-coef: expected --ptx with it, got none; give both",
         ),
         ("--num-shown=-1", "num_shown: expected a finite number, 0 or more"),
         ("--max-grad-norm=0", "max_grad_norm: expected a finite number above 0"),
         (
             "--sampler-correction=recompute --sampler=here,dtype=int8",
             "a --sampler that rounds: expected none with --sampler-correction "
-            "recompute, as nothing corrects for the distance",
+            "recompute, as recompute does not correct",
         ),
     ],
 )

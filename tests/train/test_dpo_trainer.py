@@ -1,4 +1,4 @@
-"""`rlhf-jax dpo` at toy size: what it learns, leaves behind and refuses."""
+"""`rlhf-jax dpo` at toy size: training, output and refused input."""
 
 import functools
 import json
@@ -39,7 +39,7 @@ def files(tmp_path_factory):
 
 
 def play(out, files, *argv):
-    """Runs the experiment as its command line does; its summary."""
+    """Runs the experiment as its command line does; returns its summary."""
     words = [
         *("--out", out, "--no-progress", "--model", files / "model"),
         *("--data", files / "pairs.jsonl", *SPLIT, *argv),
@@ -55,7 +55,7 @@ def play(out, files, *argv):
 
 
 def logprobs(folder, side):
-    """Σ log π(answer | prompt) of each of `PAIRS`, from the saved checkpoint."""
+    """log π(answer | prompt) of each of `PAIRS`, by the saved checkpoint."""
     model, params = hf.load(folder)
     reader = tokenization.load_tokenizer(folder)
     pairs = encoding.encode_preferences(reader, PAIRS, max_length=16)
@@ -72,7 +72,7 @@ def logprobs(folder, side):
 
 @pytest.fixture(scope="module")
 def finished(files, tmp_path_factory):
-    """A run to the end: its folder, its options and its summary."""
+    """(folder, options, summary) of a finished run."""
     out = tmp_path_factory.mktemp("finished") / "run"
     argv = ("--learning-rate=1e-2", "--num-steps=12", "--row-width=40")
     return out, argv, play(out, files, *argv)
@@ -105,7 +105,7 @@ def test_it_learns_the_pairs(files, finished):
 
 @pytest.mark.slow
 def test_precomputed_log_probs_give_the_same_run_to_the_bit(files, finished, tmp_path):
-    """And nothing is left to do, or to compute, when it is resumed."""
+    """A resume of the finished run computes nothing."""
     live, argv, summary = finished
     out = tmp_path / "run"
     again = play(out, files, *argv, "--precompute")
@@ -126,7 +126,7 @@ def test_precomputed_log_probs_give_the_same_run_to_the_bit(files, finished, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [(), pytest.param(ADAPTERS, marks=pytest.mark.long)])
 def test_a_run_that_stopped_goes_on_to_the_bit(files, tmp_path, monkeypatch, how):
-    """Adapters too, over a rounded base that is the reference."""
+    """Also with adapters over a rounded base, which is the reference."""
     argv = ("--learning-rate=3e-2", "--num-steps=8", "--snapshot-every=2", *how)
     whole = tmp_path / "whole"
     summary = play(whole, files, *argv)
@@ -175,7 +175,7 @@ def test_another_reference_and_none(files, tmp_path):
 
 @pytest.mark.slow
 def test_kto_of_labels_live_and_precomputed(files, tmp_path):
-    """A file of pairs is read as labels: the run learns them, resumes and repeats."""
+    """A file of pairs is read as labels; live and precomputed runs start alike."""
     argv = ("--kind=kto", "--num-steps=12", "--learning-rate=1e-2", "--held-out=0.4")
     argv += ("--beta=0.5", "--micro-batch-size=2")
     live = play(tmp_path / "live", files, *argv)
@@ -207,7 +207,7 @@ def test_losses_without_a_reference(files, tmp_path, kind):
 
 @pytest.fixture(scope="module")
 def real(shared_data, tmp_path_factory):
-    """A fresh GPT-2 of a little width, with the real vocabulary."""
+    """A new narrow GPT-2 with the real vocabulary."""
     reader = tokenization.load_tokenizer(shared_data / "gpt2-tokenizer")
     model = toy_files.config.gpt2(
         vocab_size=1 + max(reader.get_vocab().values()),
@@ -223,7 +223,7 @@ def real(shared_data, tmp_path_factory):
 
 @pytest.mark.long
 def test_real_pairs(real, shared_data, tmp_path):
-    """Training pairs are learned, packed in rows wider than the model's context."""
+    """Pairs are learned, packed in rows wider than the model's context."""
     summary = play(
         *(tmp_path / "run", tmp_path, "--model", real, "--overlong=drop"),
         *("--data", shared_data / "hh-rlhf-harmless" / "pairs.jsonl", "--blank=drop"),

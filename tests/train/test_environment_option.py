@@ -1,4 +1,4 @@
-"""--environment: runs of episodes, killed, resumed, ahead; and what is refused."""
+"""--environment: runs of episodes, killed, resumed, sampled ahead; refused input."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def files(tmp_path, monkeypatch):
 
 
 def environment(name, *more):
-    """The option, with the limits of all runs here."""
+    """The option --environment with the limits of all runs here."""
     limits = ("max_turn_tokens=4", "max_turns=3", "observation_chunk=3")
     words = (f"halls:{name}", *limits, *more)
     return f"--environment={','.join(words)}"
@@ -84,7 +84,7 @@ def test_a_run_of_episodes_and_its_resume(files):
 def test_episodes_with_a_limit_of_time_are_drawn_again(
     files, monkeypatch, limits, kept
 ):
-    """The rehearsal's have waited for programs to be compiled."""
+    """The rehearsal's episodes lost time to compilation, so they are drawn again."""
     begun, inner = [], trainer.run_stage
 
     def run_stage(loop, models, **options):
@@ -114,7 +114,7 @@ def test_an_async_environment_in_few_places_is_the_same_run(files, monkeypatch):
 
 @pytest.mark.slow
 def test_a_tool_that_fails_is_left_out_by_default(files, capsys):
-    """Of four rows one; a line for each batch, and none for each response."""
+    """One of four rows fails; the message is one line per batch, not per response."""
     run = train(files, "run", *GROUPS, environment("Flaky"), "--num-steps=2")
     rows = rows_of(run)
     assert len(rows) == 2

@@ -1,4 +1,4 @@
-"""`rlhf-jax evaluate`: figures that its samples give, resumed to the bit, bad input."""
+"""`rlhf-jax evaluate`: figures recomputed from samples, exact resume, bad input."""
 
 import dataclasses
 import importlib
@@ -115,7 +115,7 @@ def samples_of(out):
 
 
 def per_prompt(rows, number, *, model="policy", decoding="sampled"):
-    """What `number` makes of each prompt's rows."""
+    """`number` of each prompt's rows."""
     return [
         number(
             [
@@ -214,7 +214,7 @@ def test_the_loss_on_texts_shows_forgetting(whole):
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_last_bit(whole, files, tmp_path):
-    """Without its newest snapshot, and with rows that a killed process had written."""
+    """The newest snapshot is removed; rows of the killed process remain."""
     out, options, _ = whole
     again = tmp_path / "run"
     shutil.copytree(out, again)
@@ -378,7 +378,7 @@ def test_one_device_and_eight_give_the_same_samples(files, tmp_path):
 
 @slow
 def test_prompts_that_are_dropped_keep_their_rows(files, tmp_path, capsys):
-    """With room for 2 tokens the second prompt, of 3, is dropped."""
+    """With room for 2 tokens, the second prompt, of 3 tokens, is dropped."""
     out, options = tmp_path / "run", ("--reward=measures:length", "--overlong=drop")
     results = play(files, out, *options, "--max-new-tokens=14", reference=None)
     assert (results["prompts"], results["dropped"]) == (4, 1)
@@ -453,16 +453,16 @@ def refused(capsys, files, out, *argv, reference=None):
         ("--num-workers=2", "--num-workers: expected --verifier or --env"),
         (
             "--timeout=3",
-            "--timeout: expected --verifier or --environment with it, which",
+            "--timeout: expected --verifier or --environment with it, got none",
         ),
         ("--on-failure=stop", "--on-failure: expected --verifier or --env"),
         (
             "--num-texts=7",
-            "--num-texts: expected --texts with it, which it belongs to, got none",
+            "--num-texts: expected --texts with it, got none",
         ),
         (
             "--text-max-length=7",
-            "--text-max-length: expected --texts with it, which it belongs to",
+            "--text-max-length: expected --texts with it, got none",
         ),
         (
             "--answer-field=right",

@@ -1,4 +1,4 @@
-"""`rlhf-jax evaluate --environment`: its figures, its resume, and what is refused."""
+"""`rlhf-jax evaluate --environment`: figures, resume, and refused input."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ says_key = Matches(r"\b(key|left)\b")
 
 
 class Counting:
-    """`says_key`, with what it counts."""
+    """`says_key` with counts."""
 
     counts = ("words", "without_key")
 
@@ -43,7 +43,7 @@ def one_turn():
 
 
 def replayed(row):
-    """Score, turns and end of an episode, from its text and the environment alone."""
+    """Score, turns and end of an episode, recomputed from its text."""
     state, score = LeftHall().reset(row).state, 0.0
     responses = row["response"].split("⟦door hall⟧")
     for number, response in enumerate(responses):
@@ -189,7 +189,7 @@ def test_one_turn_is_a_verifier(files, tmp_path):
     ["--environment=OWN:one_counted_turn", "--verifier=OWN:counting"],
 )
 def test_what_is_counted_is_logged(files, tmp_path, scored):
-    """By a verifier, and by an environment whose verifier counts."""
+    """Counts of a verifier, and of an environment's verifier."""
     out = tmp_path / "run"
     option = scored.replace("OWN", "test_evaluate_environment")
     results = play(files, out, option, "--batch-size=1")

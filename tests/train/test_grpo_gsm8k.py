@@ -1,4 +1,4 @@
-"""GRPO on GSM8K at toy size: it learns, resumes to the bit, and refuses in time."""
+"""GRPO on GSM8K at toy size: it learns, resumes to the bit, and refuses early."""
 
 import dataclasses
 import functools
@@ -48,7 +48,7 @@ TOY = (
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A folder with a checkpoint and questions that are in order."""
+    """A folder with a valid checkpoint and questions."""
     folder = tmp_path_factory.mktemp("files")
     toy_files.checkpoint(folder / "model", model=MODEL, words=WORDS)
     toy_files.jsonl(folder / "train.jsonl", *ROWS)
@@ -90,7 +90,7 @@ def test_reinforce_is_the_same_trainer_with_another_recipe(files, tmp_path):
 @pytest.mark.long
 @pytest.mark.slow
 def test_the_references_are_other_checkpoints(files, tmp_path):
-    """One of another width, in int8 on the CPU, and the policy as it starts."""
+    """One has another width, in int8 on the CPU; the other is the initial policy."""
     wide = dataclasses.replace(MODEL, hidden_size=32, num_heads=4, num_kv_heads=4)
     other = toy_files.checkpoint(tmp_path / "wide", model=wide, words=WORDS)
     options = (
@@ -132,7 +132,7 @@ def test_online_dpo_is_the_same_trainer_with_another_recipe(files, tmp_path):
 
 @pytest.mark.slow
 def test_the_mixture_is_sampled_with_the_run_s_reference(files, monkeypatch):
-    """What the sampler of a run is asked for; nothing is sampled."""
+    """Records the sampler's arguments without sampling."""
     recorded_options = {}
 
     def sample(policy, **options):
@@ -229,7 +229,7 @@ def test_the_mixture_of_nash_md_is_with_the_reference_as_it_moves(
 
 @pytest.mark.slow
 def test_the_mixture_of_nash_md_may_have_another_checkpoint(files, tmp_path):
-    """The self-check compares what the policy drew: the mixture is not the policy."""
+    """The self-check expects samples of the policy, which the mixture is not."""
     toy_files.checkpoint(tmp_path / "other", model=MODEL, words=WORDS, seed=3)
     argv = (
         *("--model", files / "model", "--prompts", files / "many.jsonl"),
@@ -279,7 +279,7 @@ def test_options_that_nash_md_refuses(files, tmp_path, capsys, argv, message):
             "--reference none: expected none with rlhf-jax online-dpo",
         ),
         ("--kl-coef=0", "kl_coef: expected a finite number above 0"),
-        ("--packing=auto", "with rlhf-jax online-dpo, as its loss reads rows padded"),
+        ("--packing=auto", "with rlhf-jax online-dpo, as its loss reads padded rows"),
         ("--group-size=3", "3"),
         ("--micro-batch-size=8", "expected micro_batch_size to divide the 4 pairs"),
         (
@@ -317,7 +317,7 @@ def test_each_preset_runs(files, tmp_path, preset, packing):
         "--num-steps=2",
         "--num-minibatches=2",
     )
-    if preset == "score-centring":  # whose loss reads rows padded
+    if preset == "score-centring":  # whose loss reads padded rows
         small, packing = (*small, "--surrogate=centred,top_k=8"), ()
     small += ("--batch-size=32", "--learning-rate=1e-3", *packing)
     of_dapo = preset in ("dapo", "top-entropy")
@@ -352,7 +352,7 @@ def test_each_preset_runs(files, tmp_path, preset, packing):
 def test_the_update_is_compiled_once_whatever_is_drawn_again(
     files, tmp_path, monkeypatch
 ):
-    """A function's scores are bare numbers, and those that were filled are a record."""
+    """A function returns plain numbers, but redrawn groups have a record of scores."""
     (tmp_path / "remainders.py").write_text(
         "def score(prompts, responses, rows):\n"
         "    return [len(response) % 3 for response in responses]\n"
@@ -369,7 +369,7 @@ def test_the_update_is_compiled_once_whatever_is_drawn_again(
 
 @pytest.mark.slow
 def test_groups_of_equal_scores_are_drawn_again_up_to_a_limit(files, tmp_path):
-    """A policy of one token more or less knows the answer now and then."""
+    """A small policy is right now and then, so some groups have unequal scores."""
     argv = (
         "--verifier=gsm8k,unmarked=last_number",
         "--num-steps=4",
@@ -432,7 +432,7 @@ def test_sampling_in_int8_is_weighted_and_says_how_far_it_is(files, tmp_path):
 @pytest.mark.long
 @pytest.mark.slow
 def test_pages_change_no_run_and_resume(files, tmp_path):
-    """Packed rows too."""
+    """Also with packed rows."""
     argv = (
         "--verifier=gsm8k,unmarked=last_number",
         "--num-steps=2",
@@ -544,7 +544,7 @@ def test_it_learns_the_answers_and_resumes_to_the_bit(files, tmp_path, monkeypat
 
 @pytest.mark.long
 def test_the_real_files_without_a_reference(shared_data, tmp_path):
-    """GPT-2's tokenizer; a tiny model that knows nothing solves nothing."""
+    """With GPT-2's tokenizer; an untrained tiny model solves nothing."""
     tokenizer = tokenization.load_tokenizer(shared_data / "gpt2-tokenizer")
     model = config.gpt2(
         vocab_size=50257, hidden_size=8, num_layers=1, num_heads=1, max_positions=128
@@ -638,7 +638,7 @@ UNMARKED = {"question": "what is one ?", "answer": "one"}
             (
                 ("--sampler=here,dtype=int8", "--sampler-correction=recompute"),
                 "a --sampler that rounds: expected none with --sampler-correction "
-                "recompute, as nothing corrects for the distance",
+                "recompute, as recompute does not correct",
             ),
             (
                 ("--sampler=here,cache_pages=4",),

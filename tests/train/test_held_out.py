@@ -1,4 +1,4 @@
-"""Every trainer that holds rows out does it by prompt."""
+"""Every trainer with held-out rows holds them out by prompt."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ KINDS = typing.get_args(PreferenceKind)
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Four pairs and responses to each prompt, and as many to one prompt alone."""
+    """Four pairs and responses per prompt; and a file with one prompt alone."""
     folder = tmp_path_factory.mktemp("files")
     toy_files.checkpoint(folder / "model")
     for name, prompts in (("many", PROMPTS), ("one", ["the cat"])):
@@ -133,7 +133,7 @@ def test_rows_of_one_prompt_are_all_trained_on_and_the_receipt_says_so(
 
 
 def with_bos():
-    """As the toy tokenizer, with BOS before every text."""
+    """The toy tokenizer with BOS before every text."""
     fast = toy_files.tokenizer(["<bos>", *toy_files.WORDS])
     bos = fast.convert_tokens_to_ids("<bos>")
     fast.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(

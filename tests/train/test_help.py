@@ -1,4 +1,4 @@
-"""--help of each trainer is one screen, and --help-all has every option."""
+"""--help of each trainer fits one screen, and --help-all lists every option."""
 
 import dataclasses
 import typing
@@ -33,7 +33,7 @@ def screen_of(name, option, *, capsys, monkeypatch, columns=90):
 
 
 def fields(config):
-    """The fields of a config, and in the place of groups that it must have, theirs."""
+    """The fields of a config, with the fields of required groups in their place."""
     hints = typing.get_type_hints(config)
     for field in dataclasses.fields(config):
         if dataclasses.is_dataclass(hints[field.name]):

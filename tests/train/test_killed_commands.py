@@ -1,7 +1,7 @@
-"""Every command, killed at random moments, leaves the bits of one that was not.
+"""Every command, killed at random moments, leaves the bits of an unbroken run.
 
-`test_ahead_runs.py` does so with runs behind their samplers; all kinds and as many
-kills as one likes are in `programs/kill_runs.py`.
+`test_ahead_runs.py` kills runs with stale rollouts; `programs/kill_runs.py` has all
+kinds and any number of kills.
 """
 
 import random

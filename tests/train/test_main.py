@@ -1,4 +1,4 @@
-"""The console script: which command runs what, and how it ends."""
+"""The console script: its commands and their exits."""
 
 import importlib
 import re
@@ -74,7 +74,7 @@ def test_the_package_names_it():
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["--version"]])
 def test_the_list_of_commands_loads_no_command_and_no_jax(argv):
-    """A screen that everyone sees first comes at once."""
+    """The first screen that a user sees must appear at once."""
     code = (
         f"import sys; from rlhf_jax.train.main import main; main({argv}); "
         "print(sum(name.startswith('rlhf_jax') for name in sys.modules), "
@@ -110,7 +110,7 @@ def test_how_a_run_goes_on_names_the_command(script, tmp_path, monkeypatch):
 
 
 def test_texts_name_commands_that_there_are():
-    """Of messages, docstrings and READMEs; the changelog names those that have gone."""
+    """Checks messages, docstrings and READMEs; the changelog may name removed ones."""
     named = {}
     for folder in (ROOT / "rlhf_jax", ROOT / "experiments"):
         for path in (*folder.rglob("*.py"), *folder.rglob("README.md")):

@@ -1,4 +1,4 @@
-"""`rlhf-jax new`: each package passes its own test, and the library finds its part."""
+"""`rlhf-jax new`: each package passes its own test, and the library finds it."""
 
 import re
 import shlex
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 @pytest.fixture
 def written(tmp_path, monkeypatch):
-    """Writes a package of a kind into a folder, and has it as pip would."""
+    """Writes a package of a kind and installs it as pip would."""
 
     def write(kind):
         name = NAMES[kind]
@@ -92,7 +92,7 @@ def test_a_method_is_a_command(written, capsys):
 
 
 def test_a_method_has_plans_and_sweeps(written, tmp_path, capsys):
-    """Both read its `Config`, as they do of the library's own."""
+    """Both read its `Config`, like those of the library's methods."""
     written("method")
     config, _ = plan_command.parse(
         ["signs", "--model", "gpt2", "--verifier", "exact", "--kl-coef", "0.3"]
@@ -216,7 +216,7 @@ def test_the_command_trains(written, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", NAMES)
 def test_it_installs_and_passes_its_test(kind, tmp_path):
-    """With pip, into an environment of its own that sees this one's packages."""
+    """Installed by pip in a new environment with access to this one's packages."""
     pytest.importorskip("setuptools", minversion="70.1", reason="of the extra test")
     name = NAMES[kind]
     venv.create(tmp_path / "venv", symlinks=True)

@@ -1,4 +1,4 @@
-"""--sampler process: runs as with our decoder here, to the bit; and what is refused."""
+"""--sampler process: runs equal those of the local decoder to the bit; refusals."""
 
 import itertools
 import json
@@ -50,7 +50,7 @@ def train(files, out, *options, command=rlhf_jax.train.methods.grpo.command):
 
 
 def bits(run):
-    """What a run left, less what only a sampler outside has."""
+    """A run's metrics and weights, without metrics that only outside samplers have."""
     rows = metrics.read(run / "metrics.jsonl")
     for row in rows:
         row.pop("policy/sampler_check", None)
@@ -113,7 +113,7 @@ def test_reinforce_and_redraws_take_a_process(files):
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("--max-staleness=1",)], ids=["", "ahead"])
 def test_a_trainer_on_a_mesh_asks_a_process(files, more):
-    """The same responses as with one device; only its own numbers round otherwise."""
+    """Responses equal those on one device; only the trainer's numbers round apart."""
     one = train(files, "one", GROUPS, "--sampler=process", *more)
     mesh = ("--sampler=process", "--placement.policy=data=4,fsdp=2")
     toy_episodes.assert_same_run(train(files, "mesh", GROUPS, *mesh, *more), one)
@@ -138,7 +138,7 @@ def test_failures_that_pass_leave_no_trace_but_a_count(files, capsys, monkeypatc
         count = itertools.count()
 
         def fail(path, answer):
-            """One of 25: no answer, or that of a server which has too much to do."""
+            """One request in 25 has no answer, or that of an overloaded server."""
             number = next(count) if path.endswith("/completions") else 1
             return {0: None, 13: (503, {})}.get(number % 25, answer)
 
@@ -189,7 +189,7 @@ def test_a_server_that_dies_stops_the_run_which_then_goes_on(
     ids=["", "ahead", "fixed"],
 )
 def test_the_reference_responds_beside_a_process(files, more):
-    """It is not handed over, or the next responses would be the reference's.
+    """It is not handed over, as the next responses would then be the reference's.
 
     Its responses end where those of our decoder would.
     """
@@ -207,7 +207,7 @@ def test_the_reference_responds_beside_a_process(files, more):
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("--max-staleness=1",)], ids=["", "ahead"])
 def test_adapters_are_handed_over_merged(files, more):
-    """Samplers outside know no adapters; they draw what our decoder here draws."""
+    """Outside samplers have no adapters; they draw what the local decoder draws."""
     options = (GROUPS, "--lora=2", "--max-new-tokens=3", "--sample-every=1", *more)
     here = train(files, "here", *options)
     run = train(files, "run", "--sampler=process", *options)
@@ -242,11 +242,11 @@ URL = "--sampler=http://localhost:9"
         (["--sampler=process,tries=0"], "tries: expected"),
         (
             [URL, "--environment=rooms"],
-            "--sampler: expected none with --environment, as our decoder",
+            "--sampler: expected none with --environment, as only the decoder",
         ),
         (
             [URL, "--placement.policy=fsdp=2", "--placement.sampler=data=2"],
-            "--sampler: expected none with --placement.sampler, as our decoder",
+            "--sampler: expected none with --placement.sampler, as only the decoder",
         ),
         (
             [URL, "--fixed-length=0"],
@@ -254,7 +254,7 @@ URL = "--sampler=http://localhost:9"
         ),
         (
             [URL, "--sampler-correction=recompute"],
-            "with --sampler-correction recompute, as nothing",
+            "with --sampler-correction recompute, as recompute",
         ),
     ],
 )

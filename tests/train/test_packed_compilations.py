@@ -53,7 +53,7 @@ def files(tmp_path_factory):
 
 
 def check(out, summary):
-    """The run was uneven, and compiled each program a few times."""
+    """Checks that lengths were uneven and each program was compiled a few times."""
     rows = metrics.read(out / "timings.jsonl")
     in_steps = collections.Counter()
     for row in rows:

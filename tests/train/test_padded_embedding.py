@@ -1,4 +1,4 @@
-"""A run on an embedding that is padded beyond the tokenizer is the run without it."""
+"""An embedding padded beyond the tokenizer does not change a run."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ EXACT = ("--penalty.value-estimator=exact", "--penalty.placement=both")
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """One model twice: with 16 rows that no token has, and without them."""
+    """One model twice: with 16 embedding rows of no token, and without them."""
     folder = tmp_path_factory.mktemp("files")
     params = jax.tree.map(lambda leaf: 4 * leaf, toy_files.params(PADDED))
     for name, model in (("padded", PADDED), ("plain", toy_files.MODEL)):

@@ -1,4 +1,4 @@
-"""Every pair of what a policy gradient takes, in runs: each choice leaves its trace."""
+"""Runs with every pair of a policy gradient's choices: each choice leaves a trace."""
 
 import collections
 import contextlib
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 class Server(toy_server.Toy):
-    """Draws other words for each response, so that groups are not equal."""
+    """Draws different tokens for each response, so that groups are not equal."""
 
     def __init__(self):
         super().__init__()
@@ -40,7 +40,7 @@ def files(tmp_path_factory):
 
 
 def run(row, out):
-    """The run of a row, by the console script's own function."""
+    """Runs a row by the console script's function."""
     loops, critics = [], []
     run_stage = trainer.run_stage
 
@@ -77,7 +77,7 @@ def run(row, out):
 
 
 def infinite(rows):
-    """The metrics that are not finite; of some of a ledger there is nothing to see."""
+    """The metrics that are not finite; a ledger's may be None."""
     return {
         name: value
         for row in rows
@@ -125,7 +125,7 @@ def test_every_choice_leaves_a_trace():
 
 
 def cases():
-    """The rows: two of each command, of few choices, are slow, and the others long."""
+    """All rows: two of each command, with few choices, are slow, the others long."""
     rows_of_command = collections.Counter()
     for number, row in enumerate(ROWS):
         command, *_ = pairs.words(row)

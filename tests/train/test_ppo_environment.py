@@ -1,4 +1,4 @@
-"""`rlhf-jax ppo --environment`: beside a loop by hand, resumed, ahead; refusals."""
+"""`rlhf-jax ppo --environment`: against a loop by hand, resumed, sampled ahead."""
 
 import contextlib
 import functools
@@ -59,7 +59,7 @@ def train(files, out, *options):
 
 
 def by_hand(files):
-    """Episodes and `ppo.learn`, a step after the other."""
+    """Runs episodes and `ppo.learn` step by step."""
     options = command_line.parse(
         Config, description="", argv=words_of(files, "hand"), presets={}
     )
@@ -168,7 +168,7 @@ def test_a_run_on_eight_devices_is_that_of_one(files, options):
 
 @pytest.mark.slow
 def test_the_base_is_copied_to_where_episodes_are_drawn_alone(files, monkeypatch):
-    """The sampler of responses, which draws none, has no copy of its own."""
+    """The sampler of responses draws nothing here, and has no copy."""
     bases = []
 
     def refused(*_, frozen, **__):

@@ -1,6 +1,6 @@
-"""PPO from a checkpoint, with reference and KL coefficient treated in every way.
+"""PPO from a checkpoint, with every treatment of reference and KL coefficient.
 
-Each way runs whole, and again stopped by a signal and resumed: the same bits come out.
+Each case runs whole, and again stopped by a signal and resumed, with equal bits.
 """
 
 import dataclasses
@@ -138,7 +138,7 @@ def play(files, out, *argv, reward="score"):
 
 
 def result(out):
-    """What must not depend on a stop: the record, and the model that came out."""
+    """The outputs that must not depend on a stop: metrics, samples and the model."""
     names = ("metrics.jsonl", "samples.jsonl", "positions.jsonl")
     record = {name: (out / name).read_bytes() for name in names}
     for file in sorted(out.glob("*/*.safetensors")):  # metadata has no order
@@ -191,7 +191,7 @@ def test_cut_responses_are_looked_for_before_there_is_a_run_folder(
 
 
 def test_a_judge_that_fails_is_told_and_may_be_outlived(files, tmp_path, capsys):
-    """The judge's own texts are in samples.jsonl: which steps it lost is counted."""
+    """The judge's texts are in samples.jsonl; steps without a judgement are counted."""
     whole = tmp_path / "whole"
     summary = play(files, whole, *WATCHED, "--judge-failure=warn")
     printed = capsys.readouterr()
@@ -266,7 +266,7 @@ def check_scheduled_copy(summary, rows, out, files):
 
 
 def check_reset(summary, rows, out, files):
-    """Right after a reset the policy is the reference again."""
+    """Right after a reset, policy and reference are equal."""
     kl = [row["objective/kl_k3"] for row in rows]
     after = [abs(kl[step]) for step in (0, 2, 4)]
     assert max(after) < 1e-9 < 1e-6 < min(kl[1], kl[3], kl[5])
@@ -275,7 +275,7 @@ def check_reset(summary, rows, out, files):
 
 
 def check_packed(summary, rows, out, files):
-    """Every batch is, as only so does it fit what a device may hold."""
+    """Every batch is packed, as padded ones exceed the device's limit."""
     used = summary["packing"]["used"]
     assert {name.split()[0] for name in used} == {"batch", "minibatch"}
     assert rows[0]["objective/kl_k3"] < 1e-9 < 1e-5 < rows[-1]["objective/kl_k3"]
@@ -326,7 +326,7 @@ def coefficients(rows):
 
 
 def check_pi(summary, rows, out, files):
-    """The coefficient goes on rising while the KL is above its target, and so on."""
+    """The coefficient rises while the KL is above its target, and falls below it."""
     moves = np.sign(np.diff(np.log(coefficients(rows))))
     assert len(set(coefficients(rows))) == STEPS
     per_token = [row["objective/kl"] / row["response/length"] for row in rows]
@@ -346,7 +346,7 @@ def check_lagrangian(summary, rows, out, files):
 
 
 def check_several(summary, rows, out, files):
-    """Each KL by its own model, and of the reward the weighted sum."""
+    """Each KL is by its own model; the reward has the weighted sum."""
     for row in rows:
         kl = row["objective/kl"] + 0.5 * row["objective/kl_wide"]
         assert row["objective/non_score_reward"] == pytest.approx(-0.1 * kl, abs=1e-6)
@@ -361,7 +361,7 @@ def check_several(summary, rows, out, files):
 
 @pytest.mark.long
 def test_another_second_reference_is_refused_by_its_name(files, tmp_path, capsys):
-    """Of a checkpoint that was written to since, or at another weight."""
+    """The checkpoint has changed since, or its weight is another."""
     out, options = tmp_path / "run", ("--num-steps=2", *WAYS["three references"])
     play(files, out, *options)
     weights = files / "wide" / "model.safetensors"

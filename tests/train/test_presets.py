@@ -1,4 +1,4 @@
-"""The presets hold what was published, on the command line as in the library."""
+"""The presets have the published values, on the command line and in the library."""
 
 import dataclasses
 import json
@@ -112,7 +112,7 @@ def test_around_the_recipes_too():
 
 
 def test_the_defaults_are_those_of_both():
-    """Detail 13, and the rest of what a recipe is where nothing is asked for."""
+    """Detail 13, and the recipe's other defaults."""
     default = vars(Recipe())
     same = set(SHARED) - {"scores", "whiten_advantages"}
     assert {name: default[name] for name in same} == {
@@ -215,13 +215,13 @@ def test_a_critic_of_the_reward_model_needs_one():
 
 
 def optimizers(*argv):
-    """(policy's, critic's) of a run of 3 iterations, as the command line makes them."""
+    """(policy's, critic's) optimizer of a run of 3 iterations, from a command line."""
     made = parse(*NEEDED, "--reward=m:f", "--num-steps=3", *argv).optimizers()
     return made["policy_optimizer"], made["critic_optimizer"]
 
 
 def steps_of(optimizer, gradient: float, *, count: int, size: int = 1) -> list[float]:
-    """How far a parameter goes in each update under a gradient that stays."""
+    """A parameter's decrease in each update under a constant gradient."""
     params = {"w": jnp.zeros(size)}
     grads, opt, moved = {"w": jnp.full(size, gradient)}, optimizer.init(params), []
     update = jax.jit(optimizer.update)
@@ -247,7 +247,7 @@ def test_the_learning_rate_falls_to_0_over_all_updates(role):
 
 @pytest.mark.parametrize("style", ["adam", "tf_adam"])
 def test_the_place_of_eps_is_an_option(style):
-    """A gradient of the size of eps: half a step, or 1/32.6 of one at first."""
+    """A gradient equal to eps makes half a step, or at first 1/32.6 of one."""
     made, _ = optimizers(f"--optimizer={style},eps=1e-5", "--learning-rate=1")
     share = {"adam": 1 / 2, "tf_adam": 1 / (1 + 1 / np.sqrt(1 - 0.999))}[style]
     assert steps_of(made, 1e-5, count=1) == pytest.approx([share], rel=1e-3)
@@ -255,7 +255,7 @@ def test_the_place_of_eps_is_an_option(style):
 
 @pytest.mark.parametrize("role", [0, 1])
 def test_gradients_are_scaled_down_to_a_norm(role):
-    """Four entries of 4, a norm of 8, become half of eps each, as Adam's step shows."""
+    """Four entries of 4, norm 8, become half of eps each, by Adam's step."""
     scaled = optimizers(
         *("--max-grad-norm=1e-5", "--critic.max-grad-norm=1e-5"),
         *("--learning-rate=1", "--critic.learning-rate=1"),
@@ -266,7 +266,7 @@ def test_gradients_are_scaled_down_to_a_norm(role):
 
 
 def test_the_reward_model_s_falls_to_0_too(tmp_path, monkeypatch):
-    """Over one pass of the pairs, the default."""
+    """It falls over one pass of the pairs, the default."""
 
     class Called(Exception):
         pass

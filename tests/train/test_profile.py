@@ -1,4 +1,4 @@
-"""`--profile` of the trainers: the table counts what their steps read."""
+"""`--profile` of the trainers: the table counts the tokens of their steps."""
 
 import json
 

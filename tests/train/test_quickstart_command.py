@@ -1,4 +1,4 @@
-"""`rlhf-jax quickstart`: its files, the commands that it prints, what they reach."""
+"""`rlhf-jax quickstart`: its files, its printed commands and their results."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def test_steps_are_checked_before_files_are_written(tmp_path, capsys):
 
 
 def test_pairs_are_what_bradley_and_terry_expect(out):
-    """The share of pairs whose better side was chosen is the mean of its chance."""
+    """The share of pairs whose better side is chosen equals its mean probability."""
     worths = np.array(
         [
             (language.worth(row["chosen"]), language.worth(row["rejected"]))
@@ -92,7 +92,7 @@ def test_the_same_files_every_time(out, tmp_path):
 
 
 def test_every_command_is_one(out):
-    """Its options are, and what it reads is there or comes from one before."""
+    """Its options parse, and its inputs exist or are made by an earlier command."""
     made = {path.relative_to(out).as_posix() for path in out.iterdir()}
     for name, *options in command.commands(out):
         config_class = main.COMMANDS[name].load().Config
@@ -105,7 +105,7 @@ def test_every_command_is_one(out):
 
 
 def test_commands_are_printed_as_they_are_run(tmp_path, monkeypatch, capsys):
-    """Each in its turn, and a run that stops says how that command goes on."""
+    """Commands run in order; a run that stops says how to resume."""
     ran = []
 
     class Ran:

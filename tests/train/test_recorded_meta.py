@@ -1,4 +1,4 @@
-"""What snapshots say of a run, so that one of other numbers is not resumed."""
+"""The record of a run in its snapshots, which prevents resuming a different run."""
 
 import dataclasses
 
@@ -34,7 +34,7 @@ COMMANDS = {
 
 
 class Began(Exception):
-    """A stage would begin."""
+    """Raised where a stage would begin."""
 
 
 @pytest.mark.slow

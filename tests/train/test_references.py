@@ -1,4 +1,4 @@
-"""Options of the references: what does not fit together is an error at once."""
+"""Options of the references: incompatible ones are errors at once."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the scores of `rlhf-jax reward-model` are normalised on."""
+"""The samples that normalise the scores of `rlhf-jax reward-model`."""
 
 import json
 
@@ -58,7 +58,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 @pytest.mark.slow
 def test_samples_are_normalised_before_and_after(files, tmp_path):
-    """Where training moves nothing, what it finds and what it leaves is standard."""
+    """Where training changes nothing, scores are standardised before and after it."""
     argv = (
         "--normalise=samples,num_samples=8,max_new_tokens=4",
         "--learning-rate=1e-12",

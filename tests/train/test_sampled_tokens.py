@@ -1,4 +1,4 @@
-"""Rows of samples.jsonl: the pieces make the text, and numbers are of their tokens."""
+"""Rows of samples.jsonl: the pieces join to the text, with their tokens' numbers."""
 
 import dataclasses
 import json
@@ -64,7 +64,7 @@ def test_an_empty_response(rollout):
 
 @pytest.fixture
 def two_turns():
-    """it is <stop> | a fine | gift <eos>, and it <stop> | dull: an end that is read."""
+    """it is <stop> | a fine | gift <eos>, and it <stop> | dull, which is read only."""
     row = [0, 8, 9, 3, 4, 2, 5, 6, 7, 1, 0]
     other = [8, 9, 9, 3, 2, 12, 0, 0, 0, 0, 0]
     sampled = [[0, 0, 0, 1, 1, 1, 0, 0, 1, 1, 0], [0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0]]

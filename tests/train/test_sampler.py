@@ -1,4 +1,4 @@
-"""Sampling over another mesh of the policy's devices."""
+"""Sampling on another mesh of the policy's devices."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ KEY = jax.random.key(3)
 
 
 def sampled(home, mesh):
-    """The rollout on the policy's mesh, and the sampler's program."""
+    """(the rollout on the policy's mesh, the text of the sampler's program)."""
     params = sharding.place(toys.params(MODEL), mesh=home)
     rows = tuple(length for length in (4, 2, 3, 1) for _ in range(2))
     prompts = row_sharding.put_rows(toys.prompts(rows), mesh=home)
@@ -48,7 +48,7 @@ def sampled(home, mesh):
 
 
 def gathered(text):
-    """Shapes of float arrays that every device gets whole, but for a number per row."""
+    """Shapes of gathered float arrays, without those of one number per row."""
     shapes = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)
     sizes = [tuple(map(int, dims.split(","))) for dims in shapes]
     return [size for size in sizes if math.prod(size) > 8]
@@ -79,7 +79,7 @@ def pairs(rows=64):
 
 
 def drawn(dtype="float32", *, cache="same", model=MODEL, home=None, mesh=None):
-    """A rollout sampled in a storage, and its parameters."""
+    """A rollout sampled in a storage, and the stored parameters."""
     home = MeshShape(fsdp=1).make(jax.devices()[:1]) if home is None else home
     mesh = home if mesh is None else mesh
     recipe = dataclasses.replace(RECIPE, model=model)
@@ -105,7 +105,7 @@ def recomputed(rollout, params, *, model=MODEL):
 
 
 def rounded(params, dtype):
-    """Matrices in another dtype: by hand, unsharded."""
+    """The matrices rounded to another dtype by hand, unsharded."""
 
     def of(path, leaf):
         matrix = path[0].key in ("embed", "head") or path[-1].key == "kernel"

@@ -1,4 +1,4 @@
-"""`--save-dtype` of every trainer: what is exported, and nothing else, changes."""
+"""`--save-dtype` of every trainer changes the export and nothing else."""
 
 import json
 
@@ -48,7 +48,7 @@ def weights(out):
 
 
 def dtypes(out):
-    """Of the weights, and of the config."""
+    """Dtypes of the weights and of the config."""
     config = json.loads((out / "model" / "config.json").read_text())
     body = {k: x.dtype.name for k, x in weights(out).items() if k != "score.weight"}
     return {*body.values(), config["dtype"], config["torch_dtype"]}
@@ -64,7 +64,7 @@ def test_it_is_an_option_of_every_trainer_and_of_nothing_else():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_what_was_read_in_16_bits_is_saved_so(files, tmp_path, name):
-    """Training is the same: in float32, and the snapshots hold that."""
+    """Training and its snapshots remain in float32."""
     train(name, files, tmp_path / "same")
     assert dtypes(tmp_path / "same") == {"bfloat16"}
     train(name, files, tmp_path / "wide", "--save-dtype=float32")

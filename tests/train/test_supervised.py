@@ -1,4 +1,4 @@
-"""The groups of options that SFT, reward model and DPO share, by what they do."""
+"""The options that SFT, reward model and DPO share, by their effects."""
 
 import jax
 import numpy as np
@@ -39,7 +39,7 @@ def train(name, files, out, *argv):
 
 
 def written(name, out):
-    """The parameters of OUT/model; of a reward model its trunk and score."""
+    """The parameters of OUT/model; a reward model's are its trunk and score."""
     load = hf.load_reward if name == "reward-model" else hf.load
     return load(out / "model")[1]
 
@@ -54,7 +54,7 @@ def trunk_of(params):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sft", "dpo", "reward-model"])
 def test_adapters_alone_are_trained(name, files, tmp_path):
-    """OUT/model is the base with OUT/adapter merged in, and the rest of it the base."""
+    """OUT/model is the base with OUT/adapter merged in, and otherwise the base."""
     argv = ("--lora=2,modules=attention/*", "--learning-rate=1e-2", "--num-steps=3")
     train(name, files, tmp_path / "run", *argv)
     model, start = hf.load(files / "model")
@@ -160,7 +160,7 @@ ONE_STEP = ("--num-steps=1", "--held-out=0")
 
 
 def most(name):
-    """Bytes of parameters, two moments and gradients; of DPO the reference too."""
+    """Bytes of parameters, two moments and gradients; DPO adds the reference."""
     size = 4 * sum(leaf.size for leaf in jax.tree.leaves(toy_files.params()))
     return {"sft": 4, "dpo": 5, "reward-model": 4}[name] * size
 

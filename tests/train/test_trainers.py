@@ -1,4 +1,4 @@
-"""The experiments on a user's files: what comes out, and what each mistake is told."""
+"""The trainers on a user's files: their output, and the message for each mistake."""
 
 import dataclasses
 import functools
@@ -48,7 +48,7 @@ TOY_PPO = (
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A folder with a checkpoint, a reward model and data that are in order."""
+    """A folder with a valid checkpoint, reward model and data."""
     folder = tmp_path_factory.mktemp("files")
     toy_files.checkpoint(folder / "model")
     toy_files.reward_model(folder / "scorer")
@@ -62,9 +62,9 @@ def files(tmp_path_factory):
 
 
 def play(experiment, out, *argv):
-    """Runs an experiment as its command line does; the summary.
+    """Runs an experiment as its command line does; returns the summary.
 
-    Of its figures it draws few: test_report.py draws them all.
+    It draws few of the figures; test_report.py draws them all.
     """
     words = ["--out", str(out), "--no-progress", *map(str, argv)]
     with pytest.MonkeyPatch.context() as patch:
@@ -84,7 +84,7 @@ def ppo(out, files, *argv):
 
 
 def contents(folder):
-    """Every file but those with a clock in them."""
+    """Every file without a clock in it."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -185,7 +185,7 @@ def test_a_reward_model_learns_the_pairs(files, tmp_path):
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """The working directory, where modules with rewards lie."""
+    """The working directory, for modules with rewards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     return tmp_path
@@ -200,13 +200,13 @@ def count(prompts, responses, rows):
 
 @pytest.fixture(scope="module")
 def traces():
-    """One entry for every time that the run of `finished` traced its update."""
+    """One entry for each trace of the update in the run of `finished`."""
     return []
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, traces):
-    """A PPO run with a Python reward: its folder and its options."""
+    """(folder, options) of a PPO run with a Python reward."""
     learn = iteration.learn
 
     @functools.wraps(learn)
@@ -408,7 +408,7 @@ NO_KL = ("--reward=m:f", "--reference=none", "--kl-coef=0")
             ),
             (
                 ("--reward=m:f", "--sampler=here,dtype=int8", "--lora=2"),
-                "--lora: expected none with a --sampler dtype, as its base is sampled",
+                "--lora: expected none with a --sampler dtype, as the dtype of its",
             ),
             (
                 (
@@ -427,7 +427,7 @@ NO_KL = ("--reward=m:f", "--reference=none", "--kl-coef=0")
             ),
             (
                 ("--reward=m:f", "--lora=2", "--placement.reference=cpu"),
-                "--lora: expected none with --placement.reference, as the reference is",
+                "--lora: expected none with --placement.reference, as the reference",
             ),
             (
                 (
@@ -450,7 +450,7 @@ NO_KL = ("--reward=m:f", "--reference=none", "--kl-coef=0")
             ),
             (
                 ("--reward=m:f", "--timeout=3"),
-                "--timeout: expected --verifier or --environment with it, which",
+                "--timeout: expected --verifier or --environment with it, got none",
             ),
             (
                 ("--reward=m:f", "--judge-failure=warn"),
@@ -622,7 +622,7 @@ def test_a_reward_model_with_other_words(files, tmp_path, capsys, words, message
 
 @pytest.mark.slow
 def test_ppo_on_an_ensemble_of_reward_models(files, tmp_path):
-    """Each is frozen, snapshotted and verified; one model alone is logged as before."""
+    """Each member is frozen, saved in snapshots and verified."""
     scorer = rewards.init(jax.random.key(2), toy_files.params(), model=toy_files.MODEL)
     hf.save_reward(
         tmp_path / "other", toy_files.MODEL, scorer, tokenizer=toy_files.tokenizer()
@@ -644,7 +644,7 @@ def test_ppo_on_an_ensemble_of_reward_models(files, tmp_path):
 
 @pytest.mark.slow
 def test_a_critic_starts_as_the_reward_model_however_that_is_held(files, tmp_path):
-    """Neither rounded nor on the host, as the frozen one is."""
+    """Unlike the frozen reward model, the critic is neither rounded nor on the host."""
     folder = other_scorer(tmp_path, words=toy_files.WORDS)
     config = rlhf_jax.train.methods.ppo.Config(
         out=tmp_path / "run",
@@ -772,7 +772,7 @@ def test_options_that_sft_refuses(files, tmp_path, capsys, argv, message):
 
 @pytest.mark.slow
 def test_a_run_folder_that_may_not_be_continued(finished, capsys, monkeypatch):
-    """In use without --resume, or resumed with other options, data or reference."""
+    """It is used without --resume, or resumed with other options, data or reference."""
     folder, argv = finished
     out = folder / "run"
     monkeypatch.chdir(folder)

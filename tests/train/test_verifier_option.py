@@ -1,4 +1,4 @@
-"""--verifier: by name or as the user's function, and runs recorded before it."""
+"""--verifier: by name or a user's function, and runs recorded before the option."""
 
 import sys
 
@@ -26,7 +26,7 @@ def parse(*argv):
 
 @pytest.fixture
 def own_module(tmp_path, monkeypatch):
-    """A working directory with a verifier in it."""
+    """A working directory that contains a verifier."""
     (tmp_path / "own_verifiers.py").write_text(
         "def has_dog(prompt, response, row):\n"
         "    return float('dog' in response) * row['worth']\n"
@@ -70,7 +70,7 @@ def test_a_class_is_no_verifier():
 
 
 def test_generated_code_runs_where_something_sets_it_apart(own_module, monkeypatch):
-    """Or where --unsafe-verifier says so; of verifiers and of environments."""
+    """Or where --unsafe-verifier permits it; for verifiers and environments."""
     (own_module / "own_code.py").write_text(
         "from rlhf_jax.verification.code.verifier import PythonTests\n"
         "verify = PythonTests(seconds=3)\n"
@@ -148,7 +148,7 @@ def test_a_run_scores_with_it(files, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("listed", [False, True])
 def test_a_run_logs_what_the_verifier_of_code_counts(files, own_module, listed):
-    """Its responses are no blocks of code; whole, they are no Python."""
+    """Its responses contain no blocks of code; as a whole they are not valid Python."""
     (own_module / "own_code.py").write_text(
         "from rlhf_jax.verification.code.verifier import PythonTests\n"
         "verify = PythonTests(seconds=3, extract='whole')\n"
@@ -180,7 +180,7 @@ def test_a_row_that_the_verifier_cannot_read_is_named(files, tmp_path, capsys):
 def test_a_verifier_that_scores_nothing_is_told_before_anything_is_written(
     files, tmp_path, capsys, own_module
 ):
-    """As one that takes lists does, such as a reward of `rlhf-jax ppo`."""
+    """Such as a function of lists, like a reward of `rlhf-jax ppo`."""
     (own_module / "list_verifiers.py").write_text(
         "def of_lists(prompts, responses, rows):\n    return [1.0] * len(responses)\n"
     )

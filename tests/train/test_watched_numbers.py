@@ -1,4 +1,4 @@
-"""What a run logs beside its updates, in float64 from the arrays that it is made of."""
+"""Metrics logged beside the updates, recomputed in float64 from their arrays."""
 
 import types
 
@@ -37,7 +37,7 @@ LOGPROBS, REF_LOGPROBS = np.random.default_rng(0).normal(-1.5, 0.6, (2, 3, ROWS,
 
 
 class HeldOutPrograms:
-    """Responses that are written above."""
+    """Returns the responses written above."""
 
     def respond(self, policy, *, prompts, key, greedy):
         row, draw = np.asarray(prompts.index), np.asarray(prompts.sample) % 3
@@ -139,7 +139,7 @@ def test_the_summary_has_greedy_and_sampled_scores_of_held_out_prompts():
 
 
 def test_a_held_out_response_without_a_score_counts_as_0():
-    """As the glossary says: the table of pass_at_k has a number for each response."""
+    """As the glossary says, pass_at_k has a number for each response."""
     programs = HeldOutPrograms()
     scores = programs.finish
     failed = 2
@@ -178,7 +178,7 @@ DRAWS = np.array(  # [draw, row] of three groups of three
 
 
 def test_redraws_are_counted_and_every_group_that_was_drawn():
-    """The third draw fills both groups; the fourth is never made."""
+    """The third draw fills both groups, so the fourth is never made."""
     zeros = np.zeros((9, 2))
 
     def rollout_of(number):
@@ -230,7 +230,7 @@ def test_redraws_are_counted_and_every_group_that_was_drawn():
 
 
 def test_the_check_after_a_hand_over_is_the_largest_mean_distance_of_a_response():
-    """Log-probs of the trainer from a float64 forward pass, those of the server off."""
+    """The trainer's log-probs are of a float64 pass; the server's are perturbed."""
     model, temperature = toys.GPT2, 0.8
     recipe = GRPO(
         model=model,

@@ -1,4 +1,4 @@
-"""What a run leaves of each choice of pairs.py, so that none is dropped silently."""
+"""The trace that each choice of pairs.py leaves in a run, so none is dropped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlhf_jax.roles.reference import fingerprint, frozen
 
 @dataclasses.dataclass
 class Run:
-    """A run that has ended."""
+    """A finished run."""
 
     row: dict[str, str]  # its choices
     folder: Path
@@ -33,7 +33,7 @@ class Run:
     summary: dict[str, Any]
 
     def logs(self, *names):
-        """Whether some step has each of these metrics."""
+        """Whether each of these metrics is in some step."""
         return all(any(name in row for row in self.rows) for name in names)
 
     @property
@@ -42,7 +42,7 @@ class Run:
 
     @property
     def is_scored_by_texts(self):
-        """The score of a sample is what the toy reward makes of its text."""
+        """Whether each sample's score is the toy reward of its text."""
         return all(
             abs(row["score"] - toy_pairs.value(row["response"])) < 1e-3
             for row in self.samples
@@ -62,7 +62,7 @@ def has_dtype(tree, dtype):
 
 
 def reference(run):
-    """The first reference, or what is stored of it: the base under adapters."""
+    """The first reference; under adapters, the base."""
     return run.models.reference if run.models.base is None else run.models.base
 
 
@@ -73,7 +73,7 @@ def root(path):
 
 
 def has_moved(run):
-    """The reference is not what it was frozen of any more."""
+    """Whether the reference has changed since it was frozen."""
     start = frozen.fingerprint_of(run.models.reference).root
     return run.summary["reference_fingerprint"] != start
 
@@ -273,7 +273,7 @@ TRACES = {
 
 
 def dropped(run):
-    """The choices of a run that it shows no trace of."""
+    """The choices of a run that left no trace."""
     return [
         f"{name}: {choice}"
         for name, choice in run.row.items()

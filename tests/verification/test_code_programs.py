@@ -1,7 +1,7 @@
-"""Programs of every review of the verifier, and what each earns.
+"""Programs of every review of the verifier, and their rewards.
 
-Cheats earn 0. Right ones earn 1, or are refused with a reason; which is said here. The
-files are of the package, as `rlhf-jax audit-verifier` runs them too.
+Cheats earn 0. Correct programs earn 1 or are refused, with the reason stated here. The
+files are in the package, as `rlhf-jax audit-verifier` runs them too.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ def test_right_programs_earn_one_or_are_refused(name):
 @pytest.mark.cases(slow=60)
 @pytest.mark.parametrize("name", by_tier(CHEATS, QUICK))
 def test_cheats_earn_nothing(name, tmp_path, monkeypatch):
-    """And leave nothing behind."""
+    """They also leave nothing behind."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     verdict = run_tests(*CHEATS[name][1:], seconds=2.0)
     assert not verdict.right
@@ -93,7 +93,7 @@ def test_a_cheat_for_any_tests_is_all_of_a_row_s_names():
 
 
 def available():
-    """The ways that this system has; `bwrap` and Landlock are not everywhere."""
+    """The sandboxes of this system; `bwrap` and Landlock are not everywhere."""
     tried = []
     for way in ways.WAYS:
         with pytest.MonkeyPatch.context() as patched:
@@ -107,7 +107,7 @@ def available():
 
 @pytest.fixture
 def only(monkeypatch):
-    """Has one way tried alone."""
+    """Restricts the sandboxes to one."""
 
     def choose(way):
         if way not in available():
@@ -141,7 +141,7 @@ BOMBS += ("its folder without permissions",)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ways.WAYS)
 def test_every_way_holds(way, only, tmp_path, monkeypatch):
-    """Nothing stays behind, and disk and files are bounded."""
+    """Nothing is left behind, and disk space and files are limited."""
     only(way)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert run_tests(ADD, TESTS, unsafe=True) == (3, 3, "", False)
@@ -189,7 +189,7 @@ def test_what_can_be_read_and_written(way, only):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["landlock"])
 def test_calls_that_python_makes_by_the_library_fail_too(way, only):
-    """Past every check of Python's own: the system answers."""
+    """These bypass Python's own checks, so the operating system must refuse."""
     only(way)
     code = """
 import ctypes

@@ -52,7 +52,7 @@ def test_tests_of_one_text_and_a_field_of_another_name():
 
 
 def test_every_test_must_have_run():
-    """The second ends the process, the third would pass."""
+    """The second test ends the process; the third would pass."""
     ending = [TESTS[0], "import os; os._exit(0)", TESTS[2]]
     assert run_tests(ADD, ending)[:2] == (0, 3)
     assert run_tests(ADD, ending).suspicious
@@ -118,7 +118,7 @@ KEPT_AWAY = {
 @pytest.mark.skipif(trial.isolation().way != "landlock", reason="these are its words")
 @pytest.mark.parametrize(("code", "why"), KEPT_AWAY.values(), ids=KEPT_AWAY)
 def test_what_the_code_may_not_do(code, why):
-    """The system answers; Python's own checks could be walked around."""
+    """The operating system refuses, as Python's own checks can be bypassed."""
     verdict = run_tests(f"{code}\n{ADD}", TESTS)
     assert verdict[:2] == (0, 3)
     assert why in verdict.why
@@ -181,7 +181,7 @@ def test_time_ends(code, why):
 
 @pytest.mark.slow
 def test_nothing_is_left_behind(tmp_path, monkeypatch):
-    """Neither its folder nor its process, though it hangs."""
+    """Neither its folder nor its process, even if it hangs."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     started = []
     popen = subprocess.Popen
@@ -244,7 +244,7 @@ def test_a_limit_that_is_none_is_refused():
 
 
 def test_descriptors_of_the_caller_do_not_pass_on(tmp_path):
-    """However high their numbers."""
+    """Also with high numbers."""
     opened = os.open(tmp_path, os.O_RDONLY)
     high = os.dup2(opened, 700)
     os.set_inheritable(high, True)

@@ -95,7 +95,7 @@ def test_a_failure_may_score_0_instead():
 
 
 def test_the_caller_goes_on_while_processes_verify(pool, tmp_path):
-    """They wait for a file that is only made after a program has run."""
+    """They wait for a file that the caller makes after it has run a program."""
     row = {"until": str(tmp_path / "file")}
     pending = pool.submit(texts("wait", "wait", "wait", row=row))
     product = jax.jit(jnp.dot)(jnp.ones((64, 64)), jnp.ones((64, 64)))
@@ -119,7 +119,7 @@ def test_a_row_that_cannot_be_sent_stops_the_run(pool):
 
 
 class Answers:
-    """Two prompts of one token, which are rows 1 and 0, and their responses."""
+    """Responses to two prompts of one token, which are rows 1 and 0."""
 
     tokens = np.array([[7, 1, 2], [8, 3, 0]], np.int32)
     mask = np.array([[1, 1, 1], [1, 1, 0]], bool)
@@ -150,7 +150,7 @@ def test_a_verifier_as_a_reward_among_others():
 
 @pytest.mark.slow
 def test_what_hangs_or_dies_is_ended_and_the_others_go_on(capsys):
-    """In Python or asleep; and a process that is gone without a word."""
+    """Hanging in Python or asleep, or a process that ends silently."""
     with VerifierPool(toy_verifier.check, num_workers=2, timeout=1.0) as pool:
         scores = pool.submit(texts("hang", "1", "spin", "2", "die", "3")).collect()
         np.testing.assert_array_equal(scores.total, [0.0, 1.0, 0.0, 2.0, 0.0, 3.0])
@@ -214,7 +214,7 @@ with pool.VerifierPool(toy_verifier.check, num_workers=2) as running:
 
 @pytest.mark.slow
 def test_processes_do_not_import_the_script_that_was_started(tmp_path):
-    """Which needs no `if __name__ == "__main__"`, and may not hold the verifier."""
+    """It needs no `if __name__ == "__main__"`, and may not define the verifier."""
     (tmp_path / "script.py").write_text(SCRIPT)
     places = [Path(rlhf_jax.__file__).parents[1], Path(toy_verifier.__file__).parent]
     done = subprocess.run(
@@ -241,7 +241,7 @@ def check(prompt, response, row):
 
 @pytest.mark.slow
 def test_importing_the_verifier_is_not_in_its_time(tmp_path, monkeypatch):
-    """Nor is a module that cannot be imported any response's fault."""
+    """A module that cannot be imported is not counted against a response."""
     monkeypatch.syspath_prepend(tmp_path)
     file = tmp_path / "late_verifier.py"
     file.write_text(LATE.format(body=""))
@@ -285,7 +285,7 @@ def test_workers_end_and_clear_away_when_the_run_is_killed(tmp_path, by):
 
 
 def test_a_worker_ends_where_python_drops_what_its_handler_raises(tmp_path):
-    """In a callback of the garbage collector, as JAX has one."""
+    """In a callback of the garbage collector, such as JAX's."""
     made = tmp_path / "made"
     with VerifierPool(toy_verifier.check, num_workers=1) as running:
         running.submit(texts("collect", row={"made": str(made)}))
@@ -352,7 +352,7 @@ CODES = {
 
 @pytest.mark.slow
 def test_what_a_verifier_counts_is_a_share_of_all():
-    """Of five programs one each is refused, too slow and suspicious; one is right."""
+    """Of five programs one each is refused, too slow, suspicious and correct."""
     verifier = PythonTests(extract="whole", seconds=2.0, unsafe=True)
     with VerifierPool(verifier, num_workers=1, timeout=60.0) as pool:
         asked = texts(*CODES, row={"tests": "assert f() == 1"})

@@ -1,4 +1,4 @@
-"""What crosses the border: plain values, as they are, and nothing that is called."""
+"""Values that cross the sandbox's border: plain ones, and nothing callable."""
 
 import abc
 import collections
@@ -23,7 +23,7 @@ from rlhf_jax.verification.code.objects import Function
 
 
 class Side:
-    """A side that refers to nothing but objects that say so."""
+    """A side of the border that refers only to `Refers` objects."""
 
     def __init__(self):
         self.classes, self.tuples = {}, {}
@@ -89,7 +89,7 @@ def test_plain_values_are_as_they_were(value):
 
 
 def test_a_time_in_another_zone_is_no_plain_value():
-    """And is refused: a reader would take what stands for its zone for a forgery."""
+    """It is refused, as a reader would take its zone's reference for a forgery."""
     time = datetime.datetime(2024, 1, 1, tzinfo=zoneinfo.ZoneInfo("Etc/UTC"))
     for value in (time, time.timetz()):
         with pytest.raises(ValueError, match="with a ZoneInfo cannot be copied"):
@@ -97,7 +97,7 @@ def test_a_time_in_another_zone_is_no_plain_value():
 
 
 def test_integers_may_be_long():
-    """Longer than the decimals that Python reads; alone and among others."""
+    """Longer than the decimals that Python parses; alone and among other values."""
     for long in (10**4000 - 1, 10**4000, -(10**4000), 10**9999, -(10**9999)):
         assert passed(long) == long
         assert passed([1, long, "a"]) == [1, long, "a"]
@@ -123,7 +123,7 @@ def test_aliases_and_cycles_keep_their_shape():
 
 
 def test_what_values_share_is_written_once():
-    """Its size would double with each level else."""
+    """Otherwise the size would double with each level."""
     value = ()
     for _ in range(60):
         value = (value, value)
@@ -226,7 +226,7 @@ def test_hashes_of_objects_are_taken_when_their_fields_are_there():
 
 
 def test_values_may_be_deep():
-    """Deeper than Python's own limit of calls."""
+    """Deeper than Python's recursion limit."""
     deep = listed = ()
     for _ in range(5000):
         deep, listed = (deep,), [listed]
@@ -290,7 +290,7 @@ NUMBERS = struct.pack("<qd", 7, 0.5)
 
 
 def column(*items):
-    """Of plain items, and of groups, which are in lists."""
+    """A column of plain items, and of groups, which are lists."""
     plain = [item for item in items if type(item) is not list]
     groups = [item for item in items if type(item) is list]
     places = iter(range(1, len(groups) + 1))
@@ -299,7 +299,7 @@ def column(*items):
 
 
 def of(name, size, place, *, which=None, own=None):
-    """A group of one value, whose content is in a column."""
+    """A group of one value, whose content is in the column `place`."""
     return [name, which, own, [size], place]
 
 
@@ -390,7 +390,7 @@ def test_a_forged_table_is_refused(table):
 
 
 def test_tables_are_read_as_they_are_written_here():
-    """So that the forged ones are refused for what is forged of them."""
+    """This ensures that forged tables are refused for the forgery."""
     for table, value in (
         (made("call", "builtins.range", 3), range(3)),
         (made("class", "builtins.int"), int),
@@ -421,7 +421,7 @@ def test_only_a_change_changes_what_was_there_before():
 
 
 def test_what_a_message_refers_to_is_not_called():
-    """A function of the tests, say, which the code may call by `runner` alone."""
+    """For example a test's function, which the code may call only through `runner`."""
     called = []
     side = Side()
     side.known = lambda *parts: called.append
@@ -461,7 +461,7 @@ def test_a_line_that_is_no_message_is_refused(line):
 
 @pytest.fixture
 def answered():
-    """A link whose first reply is this one."""
+    """Makes a link whose first reply is this one."""
     with contextlib.ExitStack() as opened:
 
         def link(*reply):
@@ -484,7 +484,7 @@ NONE = [[None, ["plain", [None]]]]  # the table of a result
     "notes", [None, 5, [5], [["lost"]], [["lost", True, 0]], {"lost": True}]
 )
 def test_forged_notes_end_the_tests(answered, notes):
-    """And raise nothing that a test could take for the code's."""
+    """They raise nothing that a test could take for the code's exception."""
     link = answered("ok", "", notes, 0, [], NONE)
     with pytest.raises(Over):
         link.ask("name", plain=["add"])

@@ -1,1 +1,1 @@
-"""What a queue of rollouts saves where sampling waits for the host."""
+"""Benchmarks of a queue of rollouts, with sampling that waits for the host."""

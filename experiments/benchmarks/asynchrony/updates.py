@@ -1,4 +1,4 @@
-r"""The wall clock of GRPO at equal updates, with the sampler 0, 1 and 2 steps behind.
+r"""Measures wall seconds of GRPO updates, with the sampler 0, 1 and 2 steps behind.
 
     python experiments benchmarks.asynchrony.updates
     python experiments benchmarks.asynchrony.updates --latency 0.2 --output async.json
@@ -6,15 +6,14 @@ r"""The wall clock of GRPO at equal updates, with the sampler 0, 1 and 2 steps b
         python experiments benchmarks.asynchrony.updates --latency 0
 
 Each response is verified in a process that sleeps for --latency. On-policy the trainer
-waits for the verifiers; with a queue (`rlhf-jax grpo --max-staleness`) sampling and
-verifying are a draw of the queue's thread, and the trainer learns from earlier
-responses meanwhile. One process runs all of them in turns, round after round, from one
-state, with programs that are compiled before; the random model learns nothing of use.
-A ratio is the median over rounds of that within a round.
+waits for the verifiers. With a queue (`rlhf-jax grpo --max-staleness`) a thread samples
+and verifies while the trainer learns from earlier responses. One process runs all
+variants in turns, from one state, with programs that are compiled before; the model is
+random. A ratio is the median over rounds of the ratio within a round.
 
 With several devices the last one samples, for every staleness, and the first one
-learns: on-policy one of them is idle at any time. On a device that both share only the
-host's time can be saved, as the arithmetic of an update and of sampling is the same.
+learns, so on-policy one of them is always idle. On a shared device only the host's time
+can be saved, because the arithmetic of updates and sampling does not change.
 """
 
 from __future__ import annotations
@@ -56,17 +55,17 @@ class Config:
     staleness: tuple[int, ...] = (0, 1, 2)
     """Steps that the sampler is behind, compared in turns; ratios are to the first."""
     latency: float = 0.05
-    """Seconds that the verification of a response takes."""
+    """Duration of the verification of a response, seconds."""
     num_workers: int = 8
-    """Processes that verify; they sleep."""
+    """Processes of the verifier, which sleep."""
     updates: int = 10
     """Iterations of a turn."""
     rounds: int = 5
-    """Turns of each, after one of warm-up."""
+    """Measured turns of each staleness, after a warm-up turn."""
     rows: int = 64
     """Responses per iteration."""
     group_size: int = 8
-    """Responses to a prompt."""
+    """Responses per prompt."""
     prompt_length: int = 16
     """Columns of a prompt."""
     response_length: int = 32
@@ -80,7 +79,7 @@ class Config:
     num_minibatches: int = 4
     """Optimizer steps per pass."""
     output: Path | None = None
-    """File for the figures, JSON; None writes none."""
+    """JSON file for the figures; None writes none."""
 
     def __post_init__(self) -> None:
         checks.positive(
@@ -91,7 +90,7 @@ class Config:
 
 
 class Turns:
-    """The compiled programs, and a turn of a given staleness."""
+    """The compiled programs; a call runs a turn of one staleness."""
 
     def __init__(self, options: Config, *, pool: VerifierPool) -> None:
         self._options = options
@@ -130,7 +129,7 @@ class Turns:
         self._reward: PooledReward = pool.reward(decode=_decode, rows=rows)
 
     def prompts(self, step: int) -> Prompts:
-        """Random tokens, one prompt to each group."""
+        """Random prompts, one per group."""
         options, rng = self._options, np.random.default_rng(step)
         groups = options.rows // options.group_size
         tokens = rng.integers(1, VOCABULARY, (groups, options.prompt_length))
@@ -145,7 +144,7 @@ class Turns:
     def draw(
         self, policy: Params, *, prompts: Prompts, key: Array, version: Array
     ) -> tuple[Rollout, Callable[[], dict[str, Scores]]]:
-        """Samples on the last device, and starts the verifiers."""
+        """Samples on the last device and starts the verifiers."""
         policy, prompts, key, version = jax.device_put(
             (policy, prompts, key, version), self._away
         )
@@ -155,7 +154,7 @@ class Turns:
         return rollout, lambda: {"verifier": pending.collect()}
 
     def __call__(self, staleness: int) -> dict[str, float]:
-        """Seconds of a turn, and of waiting on both sides."""
+        """Runs a turn; returns its seconds and the waits of trainer and sampler."""
         options, key = self._options, jax.random.key(1)
         train = state.grpo_state(
             policy=storage.store(self._params),
@@ -210,7 +209,7 @@ def _decode(ids: Any) -> str:
 
 
 def main(options: Config) -> None:
-    """Runs the rounds, and tells and writes what they took."""
+    """Runs the rounds, and prints and writes the figures."""
     turns: dict[int, list[dict[str, float]]] = {k: [] for k in options.staleness}
     with VerifierPool(
         Slow(options.latency), num_workers=options.num_workers, timeout=60.0

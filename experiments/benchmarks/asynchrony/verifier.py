@@ -1,4 +1,4 @@
-"""A verifier that takes its time, as one does that runs code or asks a server."""
+"""A slow verifier, like one that runs code or calls a server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Slow:
     seconds: float
 
     def __call__(self, prompt: str, response: str, row: Mapping[str, Any]) -> float:
-        """The score, which takes no processor."""
+        """Sleeps, which uses no processor, and returns the score."""
         del prompt, row
         time.sleep(self.seconds)
         return float(len(response) % 7)

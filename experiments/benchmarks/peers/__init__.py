@@ -1,1 +1,1 @@
-"""One program for each participant, run in an environment of its own."""
+"""One program per participant, each run in its own environment."""

@@ -1,4 +1,4 @@
-"""What participants of `benchmark.py` share: the workload, and the lines they speak.
+"""The workload of `iteration.py`, and the protocol between driver and participants.
 
     driver                            participant
     PYTHON peer.py WORKLOAD  ──────>  builds, runs the warm-up iterations
@@ -9,8 +9,8 @@
     end                      ──────>
                              <──────  {"last_peak_bytes": n}
 
-A line is a JSON object. What a library prints goes to stderr. The standard library
-alone, as peers run in environments of their own, without rlhf_jax.
+A line is a JSON object. Output of libraries goes to stderr. This file uses only the
+standard library, because peers run in environments without rlhf_jax.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-WARM_UP = 2  # iterations: the second shows what is compiled or allocated late
-DIVISOR = 7  # a token that it divides is worth 1
+WARM_UP = 2  # iterations; the second shows late compilation and allocation
+DIVISOR = 7  # tokens that are multiples of it are worth 1
 EOS = 1  # ends the responses of a workload with lengths
 STARTED = time.perf_counter()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One PPO iteration: the shapes, and what every participant sets alike."""
+    """One PPO iteration: shapes and settings that all participants share."""
 
     name: str
     num_layers: int
     hidden_size: int
     num_heads: int
     vocab_size: int
-    max_positions: int  # rows of GPT-2's table of positions
+    max_positions: int  # rows of GPT-2's position embedding
     num_prompts: int  # B
     prompt_length: int  # P, tokens; no padding
     response_length: int  # R, tokens
     num_epochs: int
-    num_minibatches: int  # optimizer steps an epoch
-    # Tokens of responses, EOS included, that prompts choose among; none is R tokens
-    # each, which nothing ends.
+    num_minibatches: int  # optimizer steps per epoch
+    # Pool of response lengths, EOS included, from which prompts choose; empty for
+    # responses of R tokens without EOS.
     lengths: tuple[int, ...] = ()
     temperature: float = 1.0
     learning_rate: float = 1e-5
@@ -60,7 +60,7 @@ class Workload:
     vf_coef: float = 0.1
 
     def prompts(self, step: int) -> list[list[int]]:
-        """Random tokens, [B][P], others at every step."""
+        """Random tokens, [B][P], different at every step."""
         draw = random.Random(step)
         return [
             [draw.randrange(self.vocab_size) for _ in range(self.prompt_length)]
@@ -68,10 +68,10 @@ class Workload:
         ]
 
     def stops(self, step: int) -> list[int]:
-        """Tokens of the responses [B], EOS included: the same for all participants.
+        """Lengths of the responses [B], EOS included, equal for all participants.
 
         A prompt chooses by the sum of its tokens, so that a compiled sampler, which
-        sees prompts alone, stops where others do.
+        reads only prompts, stops at the same tokens.
         """
         if not self.lengths:
             return [self.response_length] * self.num_prompts
@@ -85,9 +85,9 @@ class Workload:
 
 
 class Clock:
-    """Seconds of the phases of an iteration; a phase that comes twice adds up.
+    """Seconds of the phases of an iteration; repeated phases add up.
 
-    Of the wall, and `cpu` of all threads of this process.
+    `seconds` is wall time, and `cpu` that of all threads of this process.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class Clock:
         self._last_cpu = time.process_time()
 
     def lap(self, phase: str) -> None:
-        """Gives the time since the last lap to a phase."""
+        """Adds the time since the last lap to a phase."""
         now, cpu = time.perf_counter(), time.process_time()
         for seconds, since in (
             (self.seconds, now - self._last),
@@ -113,12 +113,12 @@ class Clock:
 
     @property
     def total(self) -> float:
-        """From the start to the last lap."""
+        """Seconds from the start to the last lap."""
         return self._last - self._began
 
 
 def read_workload() -> Workload:
-    """The one on the command line; from here on stdout is the protocol's alone."""
+    """Reads the workload from the command line and reserves stdout for the protocol."""
     global _lines
     _lines = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -130,7 +130,7 @@ _lines = sys.stdout
 
 
 def say(line: Mapping[str, Any]) -> None:
-    """One line to the driver."""
+    """Sends one line to the driver."""
     print(json.dumps(line), file=_lines, flush=True)
 
 
@@ -143,23 +143,23 @@ def iterations(
     wait: Callable[[], None] = lambda: None,
     prepare: Callable[[], None] = lambda: None,
 ) -> Iterator[int]:
-    """Yields the number of an iteration that is to be run now; says how long it took.
+    """Yields the number of each iteration to run, and reports its times.
 
-    A turn is two of them, and the second counts. In a run an iteration follows another
-    one; after a pause memory that went back to the system is slow to come again, which
-    costs most where a program asks for all of its memory at once.
+    A turn has two iterations, of which the second counts. In a run an iteration follows
+    another; after a pause the system is slow to return memory, which costs most if a
+    program allocates all its memory at once.
 
-    The body of the loop, or the library that pulls these numbers as its batches, laps
-    "rollout" and "score"; what follows until it asks for the next one is "update".
+    The body of the loop, or the library that reads these numbers as its batches, laps
+    "rollout" and "score"; the time until it asks for the next number is "update".
 
     Args:
-      clock: is started before each.
-      versions: of the libraries that matter.
-      about: what else the first line shall hold.
-      check: after each, outside the times: what shows that the work was done.
+      clock: started before each iteration.
+      versions: versions of the main libraries.
+      about: further fields of the first line.
+      check: called after each iteration, untimed; returns evidence of the work done.
       wait: returns when the devices have finished.
-      prepare: after the warm-up and the reading of its peak memory: what the benchmark
-        needs, and a run does not.
+      prepare: called after the warm-up and its memory measurement, for work that the
+        benchmark needs and a run does not.
     """
     before = resident("VmRSS")
     start_up = time.perf_counter() - STARTED
@@ -198,7 +198,7 @@ def iterations(
 
 
 def counts(step: int) -> bool:
-    """Whether the iteration of this number is the second of a turn."""
+    """Whether an iteration is the second of a turn."""
     return step >= WARM_UP and (step - WARM_UP) % 2 == 1
 
 
@@ -207,9 +207,9 @@ def versions_of(*packages: str) -> dict[str, str]:
 
 
 def resident(name: str, *, process: int | str = "self") -> int | None:
-    """Bytes of a process: VmRSS now, VmHWM at most so far; None where no /proc is.
+    """Resident bytes of a process: VmRSS now, VmHWM at the peak; None without /proc.
 
-    Not `getrusage`, whose maximum a process inherits from the one that started it.
+    `getrusage` would not do: a process inherits its maximum from its parent.
     """
     status = Path(f"/proc/{process}/status")
     if not status.exists():

@@ -1,9 +1,9 @@
-"""How fast this machine multiplies and copies float32, as one JSON line.
+"""Measures the machine's rates of products and copies in float32, as one JSON line.
 
-The best of several products of [n, n] matrices, n of 1024 and 2048, and of several
-x + 1 over 256 MiB, read and written in place: a fresh result would cost its pages.
-On an accelerator also its maker's peaks, where `planning/chips.py` has them (products
-in bfloat16).
+The rates are the best of several products of [n, n] matrices with n of 1024 and 2048,
+and of several x + 1 over 256 MiB in place, because a new array would cost page faults.
+For an accelerator in `planning/chips.py` the line also has the manufacturer's peaks
+(products in bfloat16).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rlhf_jax.planning import chips
 
 Array = jax.Array
 REPEATS = 12
-COPIED = 2**26  # numbers
+COPIED = 2**26  # numbers in a copy
 
 
 def best(program: Callable[[Array], Array], array: Array) -> float:
-    """Seconds of the fastest of several calls, each on what the last one returned."""
+    """Seconds of the fastest of several calls, each on the previous result."""
     array = jax.block_until_ready(program(array))
     seconds = []
     for _ in range(REPEATS):
@@ -35,7 +35,7 @@ def best(program: Callable[[Array], Array], array: Array) -> float:
 
 def main() -> None:
     product = jax.jit(lambda square: square @ square)
-    squares = {n: jnp.eye(n) for n in (1024, 2048)}  # its powers stay finite
+    squares = {n: jnp.eye(n) for n in (1024, 2048)}  # powers of it stay finite
     flops = max(2 * n**3 / best(product, square) for n, square in squares.items())
     increment = jax.jit(lambda numbers: numbers + 1, donate_argnums=0)
     moved = 2 * 4 * COPIED / best(increment, jnp.zeros(COPIED, jnp.float32))

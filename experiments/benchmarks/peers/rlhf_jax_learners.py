@@ -1,4 +1,4 @@
-"""How ours iterates: in one program, in two with packed rows, or on two devices."""
+"""Iterations of rlhf_jax in one program, in two with packed rows, or on two devices."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from rlhf_jax.roles.reference.frozen import NO_MODELS, Frozen, FrozenModels
 Array = jax.Array
 Params = Any
 Output = tuple[masked.Stats, Scored]
-Lap = Callable[[str, Any], None]  # (phase, what it is over with)
+Lap = Callable[[str, Any], None]  # (phase, the arrays that end it)
 
 
 def reward(answered: Rollout) -> Array:
-    """f32[B]: the share of response tokens that are worth something."""
+    """f32[B]: the share of response tokens that are multiples of DIVISOR."""
     worth = (answered.tokens % line_protocol.DIVISOR == 0).astype(jnp.float32)
     return masked.masked_mean(worth, mask=answered.response_mask, axis=1)
 
@@ -59,7 +59,7 @@ def frozen_scores(
     packing: RolloutPacking | None,
     algorithm: ppo.PPO,
 ) -> dict[str, Any]:
-    """What reward and reference say of a rollout."""
+    """The scores and the reference's log-probs of a rollout."""
     return {
         "scores": reward(answered),
         "ref_output": batch.ReferenceOutput(
@@ -84,7 +84,7 @@ def rewarded(
     packing: RolloutPacking,
     algorithm: ppo.PPO,
 ) -> tuple[TrainState, masked.Stats, Scored]:
-    """What `ppo.iteration` does with a rollout, packed."""
+    """The part of `ppo.iteration` after the rollout, with packed rows."""
     return ppo.learn(
         state,
         rollout=rollout,
@@ -150,7 +150,7 @@ class Together:
                 "packing": self.pack(answered, key=key),
                 "key": key,
             }
-            if not self._is_compiled:  # as a run does before its first step
+            if not self._is_compiled:  # compile first, as a run does
                 self._rewarded.lower(self.train, **read).compile()
                 program_cache.give_back_memory()
                 self._is_compiled = True
@@ -173,7 +173,7 @@ class Together:
 
 
 class Apart:
-    """The critic on a device of its own; compiled as it runs for the first time."""
+    """The critic on its own device; programs are compiled on their first call."""
 
     about: Mapping[str, float] = {}
 

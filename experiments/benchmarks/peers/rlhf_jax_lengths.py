@@ -1,4 +1,4 @@
-"""What ours does in a workload with lengths: responses stop, and rows are packed."""
+"""Forced response lengths and packing for rlhf_jax in a workload with lengths."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ NEVER = -1e9  # a logit
 
 @contextlib.contextmanager
 def forced(workload: Workload) -> Iterator[None]:
-    """Inside, a program that is traced stops responses where the workload says.
+    """Programs traced inside stop responses at the lengths of the workload.
 
-    As a logits processor does: EOS alone can be drawn for the last token of a response,
-    and cannot before.
+    The effect is that of a logits processor: only EOS can be drawn as the last token of
+    a response, and EOS cannot be drawn earlier.
     """
     if not workload.lengths:
         yield
@@ -61,10 +61,10 @@ def forced(workload: Workload) -> Iterator[None]:
 
 
 class Packer:
-    """As `--packing auto` does: lengths and order are read, and the host packs.
+    """Packs as `--packing auto` does: the host reads lengths and order and packs.
 
-    Packed rows are half as long again as padded ones (`width` of `--packing`): where
-    prompts fill half of a row, no two texts stand in one of its length.
+    Packed rows are 1.5 times as long as padded ones (see `--packing`). If prompts
+    fill half of a padded row, two texts do not fit into it.
     """
 
     def __init__(self, algorithm: ppo.PPO, *, workload: Workload) -> None:
@@ -77,7 +77,7 @@ class Packer:
                 max_new_tokens=workload.response_length,
                 width=3 * (workload.prompt_length + workload.response_length) // 2,
             ),
-            # Of the first rollout, as a run's is.
+            # The lengths of the first rollout, as in a run.
             sample=np.stack([prompts, workload.stops(0)], axis=1),
         )
         order = functools.partial(minibatches, rows=rows, recipe=algorithm)
@@ -85,10 +85,10 @@ class Packer:
         self._spans = jax.jit(layouts.spans)
 
     def __call__(self, rollout: Rollout, *, key: Array) -> RolloutPacking | None:
-        """How the models read a rollout; waits for it."""
+        """Waits for a rollout and returns its packing."""
         lengths, order = jax.device_get((self._spans(rollout), self._order(key)))
         return self._pack(lengths, order, columns=rollout.tokens.shape[1])
 
     def describe(self) -> dict[str, Any]:
-        """Sizes, and how often each was used."""
+        """The sizes, and the number of uses of each."""
         return self._pack.summary()

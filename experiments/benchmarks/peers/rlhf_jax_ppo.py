@@ -1,21 +1,20 @@
-"""Ours: `ppo.iteration` as one program, or its arrows as programs on two devices.
+"""The participant rlhf_jax: `ppo.iteration` in one program or on two devices.
 
-An iteration is what a user runs. `Together` is one jitted program, its state donated;
-its phases are the same work as programs that are waited for: `ppo.sample`; reward with
-`score.reference_logprobs`, and `ppo.values`; the rest of `ppo.learn`, advantages
-included. They run after the iteration that counts, so they need not add up to it, and
-are compiled once the warm-up is over: its memory is that of a run.
+An iteration is what a user runs. `Together` is one jitted program with a donated state.
+Its phases do the same work in separate programs that are waited for: `ppo.sample`;
+reward with `score.reference_logprobs`, and `ppo.values`; the rest of `ppo.learn`,
+advantages included. They run after the counted iteration, so their times need not add
+up to it, and are compiled after the warm-up, whose memory is that of a run.
 
-`Apart` has the critic on a device of its own, as `--placement.critic last` does: on a
-CPU a virtual one, where models are so small that a product is not worth two threads.
-XLA:CPU runs policy and critic of one program one after the other; as two programs each
-has a core. Its phases are the same programs, waited for. Seconds of an iteration,
-together and apart, on 2 cores: tiny 0.103 and 0.070, small 4.7 and 4.6, gpt2-small 7.0
-and 7.4.
+`Apart` has the critic on its own device, as `--placement.critic last` does. On a CPU it
+is a virtual device, for models whose products are too small for two threads: XLA:CPU
+runs policy and critic of one program one after the other, but two programs get a core
+each. Its phases are the same programs, waited for. Seconds of an iteration, together
+and apart, on 2 cores: tiny 0.103 and 0.070, small 4.7 and 4.6, gpt2-small 7.0 and 7.4.
 
-With lengths models read packed rows, as with `--packing auto`: the rollout is a program
-of its own, lengths are read, the host packs, and the rest is the second program. With
---padded nothing is packed, and the iteration is one program again.
+With lengths, models read packed rows, as with `--packing auto`: the rollout is one
+program, the host reads lengths and packs, and the rest is a second program. With
+--padded rows are not packed and the iteration is one program.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from rlhf_jax.models import layout
 Array = jax.Array
 
 PADDED = "--padded"
-LARGEST_APART = 64  # hidden size of models that are worth a core each, on a CPU
+LARGEST_APART = 64  # largest hidden size for which `Apart` is faster on a CPU
 
 
 def algorithm_of(workload: Workload) -> ppo.PPO:
@@ -54,7 +53,7 @@ def algorithm_of(workload: Workload) -> ppo.PPO:
             max_positions=workload.max_positions,
         )
     )
-    # Divides the vocabulary of tiny, whose head the default of 128 would double.
+    # 64 divides the vocabulary of tiny; the default of 128 would double its head.
     model = dataclasses.replace(model, vocab_multiple=64, attention="auto")
     adamw = functools.partial(
         optax.adamw, workload.learning_rate, weight_decay=workload.weight_decay
@@ -79,7 +78,7 @@ def algorithm_of(workload: Workload) -> ppo.PPO:
 def main(workload: Workload) -> None:
     kind = Together
     if workload.hidden_size <= LARGEST_APART:
-        jax.config.update("jax_num_cpu_devices", 2)  # read by the backend as it starts
+        jax.config.update("jax_num_cpu_devices", 2)  # before the backend starts
         kind = Apart if jax.default_backend() == "cpu" else Together
     algorithm = algorithm_of(workload)
     init = jax.jit(decoder.init, static_argnames=("model",))
@@ -98,7 +97,7 @@ def main(workload: Workload) -> None:
 
     def prepare() -> None:
         learner.phases(prompts=prompts, key=key, lap=lap)
-        if pack is not None:  # a later batch may stay padded: no compiling then
+        if pack is not None:  # a later batch may stay padded: compile for it now
             learner.pack = lambda rollout, *, key: None
             learner.iteration(prompts=prompts, key=key)
             learner.phases(prompts=prompts, key=key, lap=lap)

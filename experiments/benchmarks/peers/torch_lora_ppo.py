@@ -3,15 +3,15 @@
     PYTHON torch_lora_ppo.py SETTINGS
 
 SETTINGS is a JSON object: a `Task` of `benchmarks.pretrained`, `num_steps` and `out`.
-The folder `out` gets what `rlhf-jax ppo` leaves there too: after each step a row of
-timings.jsonl and one of metrics.jsonl, and at the end the adapters.
+The folder `out` gets the files of `rlhf-jax ppo`: after each step a row of
+timings.jsonl and of metrics.jsonl, and at the end the adapters.
 
-As one would write it today: the checkpoint of transformers with its attention (SDPA)
-and key-value cache, adapters on every linear layer, which are merged into a copy of the
-weights for sampling, a value head on the policy's last hidden states, the reference by
-leaving the adapters out, the output head at response positions alone, log-probs kept
-while sampling, one fused AdamW. All prompts are equally long, so that nothing is padded
-on the left. Eager, in float32; `torch.compile` is not used.
+The program is written by today's practice: the transformers checkpoint with its
+attention (SDPA) and key-value cache; adapters on every linear layer, merged into a copy
+of the weights for sampling; a value head on the policy's last hidden states; the
+reference by disabling the adapters; the output head only at response positions;
+log-probs kept during sampling; and one fused AdamW. All prompts have the same length,
+so there is no left padding. It runs eagerly in float32, without `torch.compile`.
 """
 
 # pyright: reportMissingImports=false
@@ -36,7 +36,7 @@ CLIP, VF_COEF, LAM = 0.2, 0.1, 0.95  # the defaults of `rlhf-jax ppo`
 class Adapted(nn.Module):
     """W x + s B A x; W is frozen, and s is 1, as alpha equals the rank."""
 
-    reference = False  # of all of them: whether the adapters are left out
+    reference = False  # whether all adapters are disabled
 
     def __init__(self, linear: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Adapted(nn.Module):
 
 
 def adapt(model: nn.Module, *, rank: int) -> list[Adapted]:
-    """Puts adapters on the linear layers of every block; all else is frozen."""
+    """Puts adapters on the linear layers of every block and freezes the rest."""
     model.requires_grad_(False)
     adapted = []
     for block in model.model.layers:
@@ -76,7 +76,7 @@ def adapt(model: nn.Module, *, rank: int) -> list[Adapted]:
 
 @torch.no_grad()
 def sample(model: Any, prompts: Tensor, *, stop: int, settings: dict[str, Any]):
-    """Responses [B, R], whether a token belongs to one, and its log-prob."""
+    """Samples responses [B, R] and returns them with mask and log-probs."""
     cache, read = DynamicCache(config=model.config), prompts
     tokens, logprobs, masks = [], [], []
     open_rows = torch.ones(len(prompts), 1, dtype=torch.bool)
@@ -96,7 +96,7 @@ def sample(model: Any, prompts: Tensor, *, stop: int, settings: dict[str, Any]):
 
 
 def evaluate(model: Any, tokens: Tensor, *, prompt_length: int, temperature: float):
-    """Log-probs of the response tokens, and the hidden states before them."""
+    """Log-probs of the response tokens, and the hidden states that predict them."""
     hidden = model.model(tokens[:, :-1], use_cache=False).last_hidden_state
     hidden = hidden[:, prompt_length - 1 :]
     loss = functional.cross_entropy(
@@ -125,7 +125,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def score(response: str, *, answer: int, length: int, penalty: float) -> float:
-    """1 where the last number is the answer, less the length."""
+    """1 if the last number is the answer, minus penalty·length."""
     numbers = NUMBER.findall(response)
     return float(bool(numbers) and int(numbers[-1]) == answer) - penalty * length
 

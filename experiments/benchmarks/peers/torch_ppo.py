@@ -1,13 +1,14 @@
-"""A PPO loop by hand in PyTorch, as one would write it today, without compilation.
+"""A PPO loop by hand in PyTorch, by today's practice, without compilation.
 
-Hugging Face's GPT-2 modules with its attention (SDPA) and key-value cache; the head
-runs at response positions alone, log-probs come from the sampling loop, the update is
-one fused AdamW over policy and critic. Eager: `torch.compile` is not used. Advantages
-count as "score"; there are no metrics beyond the loss.
+It uses Hugging Face's GPT-2 with its attention (SDPA) and key-value cache. The head
+runs only at response positions, log-probs come from the sampling loop, and the update
+is one fused AdamW over policy and critic. It runs eagerly, without `torch.compile`.
+Advantages count as "score"; the only metric is the loss.
 
-With lengths, EOS is written where a response ends, and sampling ends with the longest
-of the batch. Minibatches are cut to their longest response: without a kernel for packed
-rows on CPUs that is what one saves by hand. Padding is masked in losses and means.
+With lengths, EOS is written at the end of a response, and sampling ends with the
+longest of the batch. Minibatches are cut to their longest response, the saving that is
+possible without a kernel for packed rows on CPUs. Padding is masked in losses and
+means.
 """
 
 # pyright: reportMissingImports=false
@@ -24,7 +25,7 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, GPT2Model
 
 
 class Critic(nn.Module):
-    """A value a position, from a trunk of its own."""
+    """A value per position, from its own trunk."""
 
     def __init__(self, trunk: GPT2Model) -> None:
         super().__init__()
@@ -42,7 +43,8 @@ class Critic(nn.Module):
 def sample(policy: GPT2LMHeadModel, prompts: Tensor, stops: Tensor, workload: Workload):
     """Tokens [B, P + R] and the log-probs of the responses [B, R].
 
-    R is that of the longest; EOS is token `stops[b]` of row b, counted from 1.
+    R is the length of the longest response; row b has EOS as token `stops[b]`, counted
+    from 1.
     """
     cache, tokens, logprobs = DynamicCache(config=policy.config), [prompts], []
     longest = int(stops.max())
@@ -75,7 +77,7 @@ def token_logprobs(
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, workload: Workload):
-    """Whitened advantages and returns, [B, R], of the tokens in the mask."""
+    """Whitened advantages and returns, [B, R], for the tokens in the mask."""
     last = torch.zeros_like(values[:, 0])
     reversed_advantages = []
     for t in reversed(range(values.shape[1])):

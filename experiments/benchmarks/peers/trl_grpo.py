@@ -1,23 +1,23 @@
-"""TRL's GRPOTrainer, its `train` as it is, for `benchmarks.pretrained`.
+"""TRL's GRPOTrainer, with unchanged `train`, for `benchmarks.pretrained`.
 
     PYTHON trl_grpo.py SETTINGS
 
 SETTINGS is a JSON object: a `Task` of `benchmarks.pretrained`, `num_steps` and `out`.
-The folder `out` gets what `rlhf-jax grpo` leaves there too: after each step a row of
-timings.jsonl and one of metrics.jsonl, the latter with what shows that the work was
-done, and at the end model/.
+The folder `out` gets the files of `rlhf-jax grpo`: after each step a row of
+timings.jsonl and of metrics.jsonl, which has evidence of the work done, and at the end
+model/.
 
 All options that make it faster are set: the whole batch is generated, scored and
-learned in one pass, without gradient checkpointing, in float32, without logging or
-snapshots. As one update follows one batch, TRL does not compute old log-probs. Rewards
-without the standard deviation, and a mean over tokens (`dapo`), are the defaults of
-`rlhf-jax grpo`. Of the KL TRL differentiates k3, and ours k2.
+trained on in one pass, without gradient checkpointing, in float32, without logging or
+snapshots. With one update per batch TRL does not compute old log-probs. Rewards without
+the std and a mean over tokens (`dapo`) are the defaults of `rlhf-jax grpo`. TRL
+differentiates k3 and rlhf_jax k2.
 
-Beyond ours it generates from a left-padded batch of all responses, so that a prompt is
-read as often as it has responses, takes the entropy in the update and shuffles the
-batch. `torch_compile` is off, as it would compile again for every other length of the
-longest response, and so is transformers' continuous batching, with which a toy model
-took more CPU time.
+In addition TRL generates from a left-padded batch of all responses, so that it reads a
+prompt once per response, computes the entropy in the update and shuffles the batch.
+`torch_compile` is off, because it would recompile for every length of the longest
+response. Transformers' continuous batching is off, because it took more CPU time with a
+toy model.
 """
 
 # pyright: reportMissingImports=false
@@ -39,11 +39,11 @@ NUMBER = re.compile(r"-?\d+")
 
 
 class Record(TrainerCallback):
-    """The reward, and the rows of each step."""
+    """Computes the reward and writes the rows of each step."""
 
     def __init__(self, folder: Path, *, length_penalty: float) -> None:
         self.folder, self.length_penalty = folder, length_penalty
-        self.scores: list[float] = []  # of the newest batch
+        self.scores: list[float] = []  # of the latest batch
         self.lengths: list[int] = []  # tokens of its responses, EOS included
 
     def reward(
@@ -54,7 +54,7 @@ class Record(TrainerCallback):
         answer: list[int],
         **_: Any,
     ) -> list[float]:
-        """1 where the last number of a response is the answer, less its length."""
+        """1 if a response's last number is the answer, minus penalty·length."""
         numbers = [NUMBER.findall(messages[0]["content"]) for messages in completions]
         self.lengths = [len(tokens) for tokens in completion_ids]
         self.scores = [
@@ -87,7 +87,7 @@ class Record(TrainerCallback):
 
 
 def last_of(model: torch.nn.Module) -> torch.Tensor:
-    """A parameter: of a Llama with a tied head the last norm."""
+    """The last parameter: the final norm, in a Llama with a tied head."""
     return list(model.parameters())[-1].detach()
 
 

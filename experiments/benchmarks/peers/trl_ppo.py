@@ -1,19 +1,19 @@
-"""TRL's PPOTrainer, its `train` as it is.
+"""TRL's PPOTrainer, with unchanged `train`.
 
 Its batches wait for the driver, and three of the functions that `train` calls are
-timed: "rollout" ends where `batch_generation` returns, "update" begins at the first
-forward pass of policy and critic together. Settings: the whole batch in one pass, one
-optimizer step a minibatch, no gradient checkpointing, float32, no logging, no samples.
-The reward model is replaced by the reward of the tokens.
+timed: "rollout" ends when `batch_generation` returns, and "update" begins with the
+first joint forward pass of policy and critic. Settings: the whole batch in one pass,
+one optimizer step per minibatch, no gradient checkpointing, float32, no logging, no
+samples. The reward of the tokens replaces the reward model.
 
-Beyond what the others do, `train` keeps the logits of every sampled token, runs the
-head at prompt positions as well, keeps every layer's hidden states, takes the entropy
-in each minibatch and collects garbage each iteration. AdamW leaves norms and biases
-without weight decay. Advantages count as "score".
+In addition to the work of the others, `train` keeps the logits of every sampled token
+and every layer's hidden states, runs the head at prompt positions too, computes the
+entropy in each minibatch and collects garbage in each iteration. AdamW has no weight
+decay on norms and biases. Advantages count as "score".
 
-With lengths, a logits processor lets EOS alone be drawn at the end of a response, and
-not before; `stop_token_id` makes `generate` end with the last row and `train` mask what
-follows EOS. PPOTrainer pads: TRL's `padding_free` is an option of SFT and DPO alone.
+With lengths, a logits processor allows only EOS at the end of a response and forbids it
+earlier; `stop_token_id` makes `generate` end with the last row and `train` mask the
+tokens after EOS. PPOTrainer pads: in TRL only SFT and DPO have `padding_free`.
 """
 
 # pyright: reportMissingImports=false
@@ -44,11 +44,11 @@ NEVER = -1e9  # a logit
 
 
 class Finished(Exception):
-    """The driver wants no more iterations."""
+    """The driver requests no more iterations."""
 
 
 class Batches:
-    """What `train` takes for its data loader; `stops` are of the newest batch."""
+    """The data loader of `train`; `stops` are those of the latest batch."""
 
     stops: torch.Tensor
 
@@ -78,7 +78,7 @@ class Ends(LogitsProcessor):
 
 
 def tokenizer_of(workload: Workload) -> PreTrainedTokenizerFast:
-    """Words that stand outside of the vocabulary, so that none of them is sampled."""
+    """A tokenizer whose words are outside the vocabulary, so that none is sampled."""
     vocabulary = {"<pad>": workload.vocab_size, "<eos>": workload.vocab_size + 1}
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>")),

@@ -1,22 +1,22 @@
-"""Tunix's PPOLearner over its RLCluster with the vanilla rollout, `train` as it is.
+"""Tunix's PPOLearner over its RLCluster, vanilla rollout, with unchanged `train`.
 
-Its batches wait for the driver; the calls that `train` makes of the cluster are timed:
-"rollout" is `generate`, "update" is `update_actor` and `update_critic`, all between is
-"score". float32 on a mesh of one device, no checkpoints, no evaluation.
+Its batches wait for the driver, and the calls of `train` to the cluster are timed:
+"rollout" is `generate`, "update" is `update_actor` and `update_critic`, and the rest is
+"score". It runs in float32 on a mesh of one device, without checkpoints or evaluation.
 
-The work differs. Tunix has no GPT-2: its Qwen2 of the same width, depth and heads runs,
-with a gated MLP of 8/3 the width, so that a layer has the parameters of GPT-2's, a tied
-head, rotary positions and fewer biases. A minibatch is its unit of work: each one is
-sampled and scored by itself, by the policy that the one before it left, and repeated
-for all epochs before the next. Log-probs are taken once more after sampling
-(`get_old_per_token_logps`), the head runs at prompt positions as well, and the critic's
-values are computed an operation at a time, outside of any program. Prompts and
-responses pass through a tokenizer, here of numbers.
+The work differs. Tunix has no GPT-2; its Qwen2 of the same width, depth and heads is
+used, with a gated MLP of 8/3 the width, which gives a layer as many parameters as
+GPT-2's, a tied head, rotary positions and fewer biases. Its unit of work is a
+minibatch: each is sampled and scored separately, by the policy after the previous one,
+and trained on for all epochs before the next. Log-probs are recomputed after sampling
+(`get_old_per_token_logps`), the head runs at prompt positions too, and the critic's
+values are computed op by op, outside any program. Prompts and responses pass through a
+tokenizer, here of numbers.
 
-With lengths, logits are masked before the sampler draws, so that EOS ends a response
-where the workload says. Rows are packed as Tunix does (`max_seq_token_per_tpu`): a
-stream of responses fills rows of a fixed number of tokens, each a step of the
-optimizer, so that there are about as many steps as minibatches, of other responses.
+With lengths, logits are masked before the sampler draws, so that EOS ends a response at
+the workload's length. Tunix packs rows (`max_seq_token_per_tpu`): a stream of responses
+fills rows with a fixed number of tokens, each an optimizer step, so there are about as
+many steps as minibatches, with other responses.
 """
 
 # pyright: reportMissingImports=false
@@ -47,11 +47,11 @@ NEVER = -1e9  # a logit
 
 
 class Finished(Exception):
-    """The driver wants no more iterations."""
+    """The driver requests no more iterations."""
 
 
 class Numbers:
-    """A tokenizer whose words are the numbers of tokens."""
+    """A tokenizer whose words are token ids in decimal."""
 
     def __init__(self, workload: Workload) -> None:
         self.vocab_size, self._ends = workload.vocab_size, bool(workload.lengths)
@@ -66,18 +66,18 @@ class Numbers:
         return None
 
     def pad_id(self) -> int:
-        return self.vocab_size  # outside of the vocabulary, so that none is sampled
+        return self.vocab_size  # outside the vocabulary, so that it is never sampled
 
     def eos_id(self) -> int:
         return EOS if self._ends else self.vocab_size + 1
 
 
 def stop(workload: Workload) -> None:
-    """Responses that are sampled from now on end where the workload says."""
+    """Patches the sampler so that responses end at the workload's lengths."""
     sample, pool = Sampler._sample, np.array(workload.lengths, np.int32)
 
     def stopping(self: Any, logits: Any, *, sampler_state: Any, **named: Any) -> Any:
-        # A prompt fills its columns, so that a row is [prompt, response].
+        # Prompts have no padding, so that a row is [prompt, response].
         prompts = sampler_state.token_buffer[:, : workload.prompt_length]
         stops = jnp.asarray(pool)[prompts.sum(axis=1) % len(pool)]
         drawn = sampler_state.decoding_step + 1 - workload.prompt_length
@@ -90,7 +90,7 @@ def stop(workload: Workload) -> None:
 
 
 def budget(workload: Workload) -> int | None:
-    """Tokens of a packed row: those of a minibatch on average, and an eighth more."""
+    """Tokens of a packed row: 9/8 of the mean number in a minibatch."""
     if not workload.lengths:
         return None
     mean = workload.prompt_length + np.mean(workload.lengths)
@@ -115,7 +115,7 @@ def model_of(workload: Workload, *, seed: int, tied: bool) -> Qwen2:
 
 
 def small(model: Qwen2) -> Qwen2:
-    """Weights of GPT-2's scale: those that Tunix starts with say but one token."""
+    """Sets weights of GPT-2's scale; Tunix's initial ones always sample one token."""
     state = nnx.state(model, nnx.Param)
     shapes, structure = jax.tree.flatten(state)
     keys = jax.random.split(jax.random.key(0), len(shapes))
@@ -136,7 +136,7 @@ def main(workload: Workload) -> None:
 
     def reward(prompts: Any, completions: list[str], **_: Any) -> list[float]:
         rows = [np.array(text.split(), int) for text in completions]
-        # What ends a response is a token of it, and no word.
+        # EOS is a token of the response, but not a word of its text.
         sizes = [row.size + bool(workload.lengths) for row in rows]
         scores = [
             (row % line_protocol.DIVISOR == 0).sum() / size

@@ -1,1 +1,1 @@
-"""Episodes of several turns beside a loop that runs whole conversations again."""
+"""Benchmark of episodes of several turns against a loop that re-reads conversations."""

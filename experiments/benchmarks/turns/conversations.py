@@ -1,4 +1,4 @@
-"""The episodes of the benchmark: their shape, a slow tool and what it answers."""
+"""The episodes of the benchmark: their shape, a slow tool and its observations."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ HostArray = Any
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
     num_layers: int = 4
-    """Of the model."""
+    """Layers of the model."""
     hidden_size: int = 256
-    """Of the model."""
+    """Width of the model."""
     num_heads: int = 4
-    """Of the model."""
+    """Attention heads of the model."""
     vocab_size: int = 512
-    """Of the model."""
+    """Vocabulary of the model, tokens."""
     rows: int = 32
-    """Episodes, and places."""
+    """Number of episodes, and of places for them."""
     group_size: int = 1
-    """Episodes of one prompt, in neighbouring rows."""
+    """Episodes per prompt, in adjacent rows."""
     prompt_size: int = 64
     """Tokens of a prompt."""
     num_turns: int = 4
-    """Of an episode."""
+    """Turns of an episode."""
     turn_size: int = 32
-    """Most tokens of a turn; turns have half of it in the mean, at most."""
+    """Longest turn, tokens; the mean is at most half of it."""
     observation_size: int = 48
     """Tokens of an observation."""
     chunk: int = 32
     """Columns that are read at a time."""
     latencies: tuple[float, ...] = (0.0, 0.05, 0.5)
-    """Seconds of a tool, one after another."""
+    """Latencies of the tool to measure, seconds."""
     repeats: int = 3
     """Timed rounds of each loop."""
 
@@ -64,7 +64,7 @@ class Config(RunConfig):
 
     @property
     def room(self) -> int:
-        """R, columns of an episode behind its prompt."""
+        """R, columns of an episode after its prompt."""
         observed = (self.num_turns - 1) * self.observation_size
         return self.num_turns * self.turn_size + observed
 
@@ -85,7 +85,7 @@ class Config(RunConfig):
 
 
 class Tool:
-    """Answers after a while with tokens that depend on the row and the turn alone."""
+    """Answers after `latency` seconds with text that depends only on row and turn."""
 
     on_failure = "leave_out"  # as `EnvironmentPool.on_failure`: nothing fails
     counts = ()  # as `EnvironmentPool.counts`
@@ -111,7 +111,7 @@ class Tool:
 
 @dataclasses.dataclass(frozen=True)
 class Encoder:
-    """The tokens of observations, none of which stops a turn."""
+    """Encodes observations as tokens, none of which stops a turn."""
 
     options: Config
 
@@ -127,17 +127,17 @@ class Encoder:
 
 @dataclasses.dataclass
 class Measured:
-    """One rollout."""
+    """A rollout and its costs."""
 
-    responses: HostArray  # i32[B, R], sampled and observed tokens, 0 behind them
-    sampled: int  # tokens
-    tokens_run: int
+    responses: HostArray  # i32[B, R], sampled and observed tokens, then 0
+    sampled: int  # number of sampled tokens
+    tokens_run: int  # number of tokens that the model read, without padding
     seconds: float
     device_seconds: float
 
 
 def prompts(options: Config) -> Prompts:
-    """Of random tokens."""
+    """Random prompts."""
     rng = np.random.default_rng(options.seed)
     shape = (options.rows, options.prompt_size)
     number = np.arange(options.rows, dtype=np.int32)

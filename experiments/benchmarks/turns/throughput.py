@@ -1,20 +1,20 @@
-"""Episodes of several turns: places that draw while others wait for their tools.
+"""Measures episodes of several turns whose rows do not wait for each other's tools.
 
     python experiments benchmarks.turns.throughput --out runs/benchmark_turns
 
-A GPT-2 of random weights draws turns of geometric length; a tool answers each with
---observation-size tokens after --latencies seconds. Two loops draw the same episodes,
-but for a few rows where rounding decides which token is drawn (checked):
+A GPT-2 of random weights samples turns of geometric length; a tool answers each with
+--observation-size tokens after --latencies seconds. Two loops sample the same episodes,
+except for a few rows where rounding decides between two tokens (checked):
 
-- `episodes`, the loop of `--environment`: a finished turn goes to its tool at once, the
-  other places draw on, and of an observation only its own tokens are run.
-- `whole`: every turn runs the whole conversation again, draws until all rows have
-  finished the turn, then waits for all tools.
+- `episodes`, the loop of `--environment`: a finished turn goes to its tool at once
+  while other rows continue, and the model reads only the tokens of the observation.
+- `whole`: every turn reads the whole conversation again, samples until all rows have
+  finished the turn, and then waits for all tools.
 
-For each latency it shows sampled tokens per second, the share of the time in which no
-program of the model ran, and tokens run per sampled token, padding left out. The tool
-sleeps in a thread: it takes none of the processors. Seconds are medians of --repeats
-after one that is not counted, the loops one after another in every round.
+For each latency the table has sampled tokens per second, the share of the time in which
+no program of the model ran, and tokens read per sampled token, without padding. The
+tool sleeps in a thread and uses no processor. Seconds are medians over --repeats after
+an uncounted round; the loops take turns.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from rlhf_jax.train.environment.sampler import EpisodeSampler
 
 
 class Timed(EpisodePrograms):
-    """The programs of runs, with their seconds and the tokens run."""
+    """The programs of a run, with their seconds and the number of tokens read."""
 
     seconds = 0.0
     tokens_run = 0
@@ -68,7 +68,7 @@ class Timed(EpisodePrograms):
 
 
 def by_episodes(params: Any, *, options: Config, sampler: EpisodeSampler) -> Measured:
-    """The loop of a run."""
+    """Samples the episodes with the loop of a run."""
     programs = sampler.programs
     assert isinstance(programs, Timed)
     programs.seconds, programs.tokens_run = 0.0, 0
@@ -80,17 +80,17 @@ def by_episodes(params: Any, *, options: Config, sampler: EpisodeSampler) -> Mea
     )
     seconds = time.perf_counter() - began
     sampled = int(np.sum(drawn.rollout.response_mask))
-    # The stop token of a turn is run with what is observed behind it.
+    # The stop token of a turn is read together with the next observation.
     run = programs.tokens_run + sampled - options.rows
     tokens = np.asarray(drawn.rollout.tokens)[:, options.prompt_size :]
     return Measured(tokens, sampled, run, seconds, programs.seconds)
 
 
 def check_same(actual: HostArray, expected: HostArray) -> None:
-    """That the loops drew the same episodes, but for a few that rounding parts.
+    """Checks that the loops drew the same episodes, except where rounding decides.
 
     Raises:
-      RuntimeError: more than one and 2 % of the rows differ.
+      RuntimeError: more than 1 + B/50 of the B rows differ.
     """
     apart = int((actual != expected).any(axis=1).sum())
     if apart > 1 + len(actual) // 50:

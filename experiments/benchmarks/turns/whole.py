@@ -1,4 +1,4 @@
-"""The loop that `throughput` compares with: every turn runs all that was said."""
+"""The baseline of `throughput`: every turn reads the whole conversation again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlhf_jax.models.generation.episode_places import Arrivals, Episodes
 
 
 class Whole:
-    """The loop that runs the whole conversation again in every turn."""
+    """The loop that reads the whole conversation again in every turn."""
 
     def __init__(self, options: Config, *, tool: Tool) -> None:
         self._options, self._tool = options, tool
@@ -85,7 +85,7 @@ class Whole:
         going: list[int],
         keys: Any,
     ) -> Episodes:
-        """A turn of the rows that go on, from empty caches."""
+        """Samples a turn of the unfinished rows, from empty caches."""
         options = self._options
         longest = max(len(behind[row]) for row in going)
         width = -(-max(longest, 1) // options.chunk) * options.chunk

@@ -1,1 +1,1 @@
-"""What the losses of other libraries penalise."""
+"""Audits of the KL penalties of other libraries."""

@@ -1,14 +1,14 @@
-"""What other libraries' KL penalties penalise: their own losses, by `rlhf_jax.audit`.
+"""Audits the KL penalties of other libraries, by their own losses, `rlhf_jax.audit`.
 
     python experiments certificates.audits.other_libraries --output audits.json
 
-Each library is a process, the program of its name in `peers/`, which calls its
-functions. TRL, verl and OpenRLHF share an environment and Tunix has one; they are made
-where they are missing (minutes, 2 GB each). What cannot be called is audited by its
-published formula, and is marked so.
+A program in `peers/` per library calls the library's functions, in a process of its
+own. TRL, verl and OpenRLHF share a virtual environment and Tunix has another; missing
+ones are created (minutes, 2 GB each). A loss that cannot be called is audited by its
+published formula and is marked.
 
-Expect five minutes on an idle CPU core. Standard error names a program that cannot run,
-and the exit status is 1.
+Expect five minutes on an idle CPU core. If a program cannot run, standard error names
+it and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ HEADINGS = (
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     output: Path
-    """JSON file of all figures; must not be there."""
+    """JSON file to write all figures to; it must not exist."""
     only: tuple[str, ...] = tuple(PEERS)
     """Programs of `peers/` to run."""
     environments: Path = Path("~/.cache/rlhf_jax/benchmark")
-    """Where the libraries' virtual environments are, or are made."""
+    """Folder of the libraries' virtual environments, which are created if missing."""
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.only if name not in PEERS]
@@ -74,7 +74,7 @@ def audit_of(name: str, *, environments: Path) -> list[dict[str, Any]]:
     """The rows of one program of `peers/`.
 
     Raises:
-      PeerError: its environment cannot be made, or it ends otherwise than well.
+      PeerError: its environment cannot be created, or the program fails.
     """
     environment = PEERS[name]
     python = python_of(environment, folder=environments)
@@ -102,7 +102,7 @@ def audit_of(name: str, *, environments: Path) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows as Markdown."""
+    """All rows as a Markdown table."""
     lines = [HEADINGS, ("---",) * len(HEADINGS)]
     for row in rows:
         weights = [f"{weight:.2g}" for weight in row["by_length"].values()]
@@ -123,7 +123,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def defaults(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What each library does if nothing is said, as Markdown."""
+    """The default penalties of each library as a Markdown table."""
     lines = [
         ("library", "default", "β", "fixed length", "ends by itself"),
         ("---",) * 5,
@@ -142,7 +142,7 @@ def _library(row: Mapping[str, Any]) -> str:
 
 
 def told(finding: Mapping[str, Any]) -> str:
-    """A verdict; where there is none the nearest KL, and what is not that one's."""
+    """The verdict or, without one, the nearest KL and the distance to it."""
     if finding["verdict"] != "none of these":
         return finding["verdict"]
     sign = "minus " * (finding["scale"] < 0)
@@ -154,7 +154,7 @@ def _number(slope: float | str) -> str:
 
 
 def main(options: Config) -> bool:
-    """Whether every program ran."""
+    """Runs the audits, writes the record and returns whether every program ran."""
     environments, failed = options.environments.expanduser(), {}
     rows: list[dict[str, Any]] = []
     for name in options.only:

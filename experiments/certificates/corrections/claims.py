@@ -1,14 +1,15 @@
-"""What is claimed of corrections: each has an objective, whose gradient it follows.
+"""Claims about corrections: each follows the gradient of a named objective.
 
-μ drew the responses, π is the policy now, s a prefix and a the token after it. With b
-the mean reward of μ, Q(s, a) what μ goes on to earn and d(s) how often it meets s:
+μ is the sampler, π the current policy, s a prefix and a the next token. b is the mean
+reward under μ, Q(s, a) the expected reward of μ after s and a, and d(s) the probability
+that μ visits s:
 
     of responses   Σ_y μ(y)·h(π(y)/μ(y))·(r(y) - b)
     of tokens      Σ_s d(s) Σ_a μ(a|s)·h(π(a|s)/μ(a|s))·(Q(s, a) - b)
 
-h is the ratio itself, cut at the bounds (a mask, which has no slope beyond them), or
-C + C·log(ρ/C) beyond the cap C (a truncation, whose slope there is C/ρ). No function of
-the library is called here. Score centring has V(s), the mean of Q at s, in b's place.
+h is the ratio, clipped to the bounds for a mask (slope 0 beyond them), or continued as
+C + C·log(ρ/C) beyond the cap C for a truncation (slope C/ρ). Score centring replaces b
+by V(s), the mean of Q at s. The formulas call no function of the library.
 """
 
 from __future__ import annotations
@@ -34,26 +35,26 @@ from rlhf_jax.algorithms.policy_gradient.recipe import CLIP, Centred, Surrogate
 from rlhf_jax.functional.kl.penalty import IN_REWARD, UNBIASED_K3, Penalty
 
 Array = jax.Array
-Cut = Callable[[Array], Array]  # h, of positive numbers
+Cut = Callable[[Array], Array]  # h, on positive ratios
 
 
 class Known(NamedTuple):
-    """All that is known of the sampler's responses, each in a row."""
+    """Exact quantities of the sampler, one row per response."""
 
     logprobs: Array  # f32[N, 4], log μ, nats
     mask: Array  # bool[N, 4]
     rewards: Array  # f32[N]
     ref_logprobs: Array  # f32[N, 4], nats
     met: Array  # f32[N, 4], d(s): the probability of the tokens before
-    earned: Array  # f32[N, 4], Q(s, a): mean reward of the responses that go on so
-    same: Array  # f32[N, 4], responses with the same tokens up to here
-    ahead: Array  # f32[N, 4], V(s): mean reward of the responses that pass s
+    earned: Array  # f32[N, 4], Q(s, a): mean reward of responses that begin with s, a
+    same: Array  # f32[N, 4], number of responses that begin with s, a
+    ahead: Array  # f32[N, 4], V(s): mean reward of responses that begin with s
     top: Array  # bool[N, 4], a is among the `TOP` likeliest tokens of μ at s
-    # f32[4N, 4N], 1 over `same` at tokens that stand after the same s, else 0
+    # f32[4N, 4N], 1/`same` for tokens after the same s, else 0
     beside: Array
 
 
-Objective = Callable[[Array, Known], Array]  # of log π f32[N, 4]
+Objective = Callable[[Array, Known], Array]  # a function of log π f32[N, 4]
 
 
 def itself(ratio: Array) -> Array:
@@ -61,7 +62,7 @@ def itself(ratio: Array) -> Array:
 
 
 def truncated(ratio: Array, *, cap: float) -> Array:
-    below = jnp.minimum(ratio, cap)  # log is not taken of what is below
+    below = jnp.minimum(ratio, cap)  # so that log is taken only above the cap
     return below + cap * jnp.log(jnp.maximum(ratio, cap) / cap)
 
 
@@ -87,14 +88,14 @@ def of_tokens(logprobs: Array, known: Known, *, h: Cut) -> Array:
 
 
 def centred(logprobs: Array, known: Known, *, h: Cut) -> Array:
-    """`of_tokens` with V(s) in the place of b: the covariance of Q and the score."""
+    """`of_tokens` with V(s) instead of b: the covariance of Q and the score."""
     drawn = jnp.exp(known.logprobs)
     worth = drawn * h(jnp.exp(logprobs) / drawn) * (known.earned - known.ahead)
     return _each_prefix(worth, known)
 
 
 def centred_at_the_top(logprobs: Array, known: Known) -> Array:
-    """The same of log π, and what is left where μ is not ρ·π outside the top."""
+    """`centred` of log π, plus the error of approximating μ by ρ·π outside the top."""
     mean = _chance(known.logprobs, known) @ known.rewards
     drawn, now = jnp.exp(known.logprobs), jax.lax.stop_gradient(jnp.exp(logprobs))
     tail, old_tail = (
@@ -107,7 +108,7 @@ def centred_at_the_top(logprobs: Array, known: Known) -> Array:
 
 
 def likelihood(logprobs: Array, known: Known) -> Array:
-    """E_μ[(r - b)·log π], of samples that are taken as the policy's own."""
+    """E_μ[(r - b)·log π]: the samples are treated as on-policy."""
     drawn = _chance(known.logprobs, known)
     worth = drawn * (known.rewards - drawn @ known.rewards)
     return worth @ jnp.sum(logprobs, axis=1, where=known.mask)
@@ -116,7 +117,7 @@ def likelihood(logprobs: Array, known: Known) -> Array:
 def kept_likelihood(
     logprobs: Array, known: Known, *, cap: float, floor: float, mean: bool
 ) -> Array:
-    """The same of pairs whose first response is kept, divided by what is kept."""
+    """`likelihood` over kept responses of pairs, divided by the kept share."""
     drawn = _chance(known.logprobs, known)
     total = jnp.sum(logprobs, axis=1, where=known.mask)
     gap = total - jnp.log(drawn)
@@ -124,7 +125,7 @@ def kept_likelihood(
         gap = gap / known.mask.sum(axis=1)
     accepted = (jnp.exp(gap) <= cap) & (jnp.exp(gap) >= floor)
     accepted = jax.lax.stop_gradient(accepted.astype(jnp.float32))
-    share = 2 / (1 + accepted)[None, :]  # 1 where the other is kept too, 2 where not
+    share = 2 / (1 + accepted)[None, :]  # 1 if the other is kept too, else 2
     pairs = share * (known.rewards[:, None] - known.rewards[None, :])
     return (drawn * accepted * total) @ pairs @ drawn
 
@@ -136,12 +137,12 @@ def reverse_kl(logprobs: Array, known: Known) -> Array:
 
 
 def full_reverse_kl(logprobs: Array, known: Known) -> Array:
-    """-KL(π ‖ π_ref) of whole responses, of the policy as it is, whoever drew them."""
+    """-KL(π ‖ π_ref) of whole responses under the current policy."""
     return -_chance(logprobs, known) @ _whole_log_ratio(logprobs, known)
 
 
 def drawn_k2(logprobs: Array, known: Known) -> Array:
-    """-E_μ[½(log π/π_ref)²] of whole responses, without the weight."""
+    """-E_μ[½(log π/π_ref)²] of whole responses, without the weight π/μ."""
     squares = _whole_log_ratio(logprobs, known) ** 2
     return -_chance(known.logprobs, known) @ squares / 2
 
@@ -151,7 +152,7 @@ def _whole_log_ratio(logprobs: Array, known: Known) -> Array:
 
 
 def drawn_k3(logprobs: Array, known: Known) -> Array:
-    """-Σ_s d(s) Σ_a μ(a|s)·k3, without the weight."""
+    """-Σ_s d(s) Σ_a μ(a|s)·k3, without the weight π/μ."""
     x = logprobs - known.ref_logprobs
     return -_each_prefix(jnp.exp(known.logprobs) * (jnp.exp(-x) - 1 + x), known)
 
@@ -161,20 +162,20 @@ def _chance(logprobs: Array, known: Known) -> Array:
 
 
 def _each_prefix(of_tokens: Array, known: Known) -> Array:
-    """Σ_s d(s) Σ_a, every prefix and token once."""
+    """Σ_s d(s) Σ_a, counting every prefix and token once."""
     return jnp.sum(known.met * of_tokens / known.same, where=known.mask)
 
 
 class Claim(NamedTuple):
-    """A correction, the objective it follows, and what it is meant to follow."""
+    """A correction, the objective that it follows, and the intended objective."""
 
     name: str
     recipe: grpo.GroupRecipe
-    target: str  # in words
+    target: str  # the objective in words
     objective: Objective
     goal: Objective = expected_reward
-    bias: str = ""  # why the objective is not the goal; none where it is
-    bounded: bool = True  # some token is beyond a bound after 4 updates
+    bias: str = ""  # why the objective is not the goal; empty if it is
+    bounded: bool = True  # whether a token is beyond a bound after 4 updates
 
 
 def _recipe(
@@ -287,7 +288,7 @@ CLAIMS = (
         "Σ_s d_μ(s) Cov_μ(Q_μ, h), h of token_truncate",
         functools.partial(centred, h=functools.partial(truncated, cap=TOKENS["cap"])),
         bias=f"{PREFIXES}, and {BEYOND}",
-        bounded=False,  # by the surrogate, and no weight of an advantage
+        bounded=False,  # the surrogate has the bound, not the weight of an advantage
     ),
     Claim(
         f"score centring, top {TOP} of 4",

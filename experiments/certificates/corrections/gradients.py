@@ -1,13 +1,13 @@
 """Corrections on samples of an older policy, through the experience and loss of a run.
 
-    measured  Σ over every minibatch of two responses of the sampler, by its
-              probability, of the loss's gradient at the policy: its log-probs are
-              recomputed, advantages are corrected, as in `make_experience`
+    measured  probability-weighted sum, over every minibatch of two responses of the
+              sampler, of the loss's gradient at the policy; log-probs are recomputed
+              and advantages corrected as in `make_experience`
     target    autodiff of the claim's objective
-    goal      autodiff of E[r], of the policy as it is
+    goal      autodiff of E[r] of the current policy
 
-The policy starts as the sampler and takes steps up the exact ∇E[r]: all claims meet the
-same policies, 0, 1, 2 and 4 updates after the samples were drawn.
+The policy starts as the sampler and takes steps along the exact ∇E[r], so all claims
+are measured at the same policies, 0, 1, 2 and 4 updates after sampling.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ class Stale(NamedTuple):
     """A gradient, some updates after its samples were drawn."""
 
     updates: int
-    error: float  # largest entry of measured - target, of the largest of the goal's
-    cosine: float  # between measured and the goal's
-    outside: float  # share of measured that is along no multiple of the goal's
+    error: float  # max|measured - target| / max|goal|
+    cosine: float  # of measured and goal
+    outside: float  # share of the norm of measured that is orthogonal to goal
 
 
 class Finding(NamedTuple):
-    """What became of a claim."""
+    """The measurements of a claim."""
 
     claim: Claim
-    stale: tuple[Stale, ...]  # of `STALE`
-    # Where the policy is π* of E[r] - β·KL, the KL in the reward, after the last
-    # update: largest entry of the gradient, of the largest without the KL.
+    stale: tuple[Stale, ...]  # after the updates of `STALE`
+    # With rewards that make the last policy π* of E[r] - β·KL, the KL in the reward:
+    # largest entry of the gradient, relative to the largest without the KL.
     at_optimum: float
-    cut: float  # share of all tokens that are beyond a bound after the last update
+    cut: float  # share of all tokens beyond a bound after the last update
 
     @property
     def holds(self) -> bool:
-        """It is the target's; and where a bias is claimed, that is seen."""
+        """Whether the gradient is the target's and any claimed bias is detected."""
         small = all(stale.error <= TOLERANCE for stale in self.stale)
         small &= self.at_optimum <= TOLERANCE
         small &= (self.cut > 0) == self.claim.bounded
@@ -74,7 +74,7 @@ class Finding(NamedTuple):
 def certify(
     case: Case, rewards: Float64, *, claims: Iterable[Claim] = CLAIMS
 ) -> Iterator[Finding]:
-    """Every claim, for one sampler and table of rewards f64[N]."""
+    """Certifies every claim for one sampler and rewards f64[N]."""
     known = know(case, jnp.asarray(rewards, jnp.float32))
     policies = trajectory(case, known)
     for claim in claims:
@@ -82,7 +82,7 @@ def certify(
 
 
 def know(case: Case, rewards: Array) -> Known:
-    """What the objectives read, from the drawing of the world alone."""
+    """Computes what the objectives read from the enumerated responses alone."""
     tokens = np.asarray(enumerable.every_tokens(case.stop_ids))[:, COLUMNS]
     mask = np.asarray(enumerable.every_mask(case.stop_ids))[:, COLUMNS]
     logprobs = np.asarray(_logprobs(case.policy, case=case), np.float64)
@@ -118,7 +118,7 @@ def know(case: Case, rewards: Array) -> Known:
 
 
 def trajectory(case: Case, known: Known) -> dict[int, Params]:
-    """{updates: parameters}, the sampler's after 0."""
+    """{number of updates: parameters}; after 0 they are the sampler's."""
     start, unravel = ravel_pytree(case.policy)
     policies, learning_rate = {}, 0.0
     for updates in range(max(STALE) + 1):
@@ -165,9 +165,9 @@ def _finding(
 
 
 def finder(claim: Claim, *, case: Case) -> Callable[..., tuple[Float64, float]]:
-    """The expected ascent of a corrected loss, as `find(params, ...)`, compiled once.
+    """Returns `find(params, ...)`, the expected ascent direction of a corrected loss.
 
-    It is multiplied by the 4 tokens that aggregation "constant" divides by.
+    The direction is multiplied by the 4 tokens that aggregation "constant" divides by.
     """
     algorithm = grpo.GRPO(
         **vars(claim.recipe),
@@ -204,7 +204,7 @@ def finder(claim: Claim, *, case: Case) -> Callable[..., tuple[Float64, float]]:
         alone = jnp.arange(len(chance))
 
         def beside(first: Array) -> tuple[Params, Array]:
-            """Of the minibatches (first, j), each by its probability."""
+            """The gradient over the minibatches (first, j), weighted by probability."""
             pairs = jnp.stack([jnp.full_like(alone, first), alone], axis=1)
             drawn = groups.take(scored, pairs.reshape(-1))
             experience, _ = algorithm.experience(drawn, kl_coef=beta)
@@ -250,7 +250,7 @@ def finder(claim: Claim, *, case: Case) -> Callable[..., tuple[Float64, float]]:
 
 
 def _recorded(rollout: Rollout, params: Params, *, count: int, case: Case) -> Rollout:
-    """The rollout with its sampler's likeliest words, as a decoder records them."""
+    """The rollout with its sampler's likeliest tokens, as a decoder records them."""
     texts = {"tokens": rollout.tokens, "mask": rollout.mask}
     logits = policy.logits(params, model=case.model, **texts)
     likely = jnp.pad(jax.nn.log_softmax(logits[:, :-1]), ((0, 0), (1, 0), (0, 0)))
@@ -259,7 +259,7 @@ def _recorded(rollout: Rollout, params: Params, *, count: int, case: Case) -> Ro
 
 
 def _logprobs(params: Params, *, case: Case) -> Array:
-    """f32[N, 4], differentiable."""
+    """f32[N, 4], nats; differentiable in `params`."""
     rollout = enumerable.every_response(params, temperature=1.0, **case.options)
     return rollout.old_logprobs[:, COLUMNS]
 

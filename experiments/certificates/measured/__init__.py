@@ -1,1 +1,1 @@
-"""Gradients and optima as the real code has them, against what is claimed."""
+"""Measures gradients and optima through the library's code and compares with claims."""

@@ -1,13 +1,13 @@
-"""DPO on a world where every pair of responses can be enumerated.
+"""DPO on every pair of responses of an enumerated world.
 
-All 32,640 pairs of the 256 responses (`enumerable.py`), each labelled with the exact
-chance P(y1 beats y2) = σ(r1 - r2) that Bradley and Terry give it. The loss of DPO has
-its minimum where β log π/π_ref leads by r1 - r2 in every pair, which is
-π* ∝ π_ref exp(r/β): what PPO looks for by sampling, DPO has in its data. One forward
-pass of the 256 responses has the log-probs of all pairs.
+Each of the 32,640 pairs of the 256 responses (`enumerable.py`) is labelled with its
+exact Bradley-Terry probability P(y1 beats y2) = σ(r1 - r2). The DPO loss is minimal
+where β log π/π_ref differs by r1 - r2 in every pair, which is π* ∝ π_ref exp(r/β), the
+optimum that PPO finds by sampling. One forward pass over the 256 responses computes the
+log-probs of all pairs.
 
-`certify_family.py` prints what it comes to: over seeds 0 to 2 KL(π ‖ π*) is at most
-0.0002 nats at β = 1, 1e-6 at 0.3 and 0.0012 at 0.1, with the reference 3.5 nats away.
+`certify_family.py` prints the results: over seeds 0 to 2 KL(π ‖ π*) is at most 0.0002
+nats at β = 1, 1e-6 at 0.3 and 0.0012 at 0.1, with the reference 3.5 nats away.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Array = jax.Array
 Params = Any
 
 STEPS = 1500
-LEARNING_RATE = 3e-3  # at the start; falls to a hundredth
+LEARNING_RATE = 3e-3  # initial; falls to a hundredth
 
 
 def loss(
@@ -56,7 +56,7 @@ def loss(
         ref_chosen_logprobs=first(log_ref),
         ref_rejected_logprobs=second(log_ref),
         beta=beta,
-        # Soft labels: the chance that the second is the better one.
+        # Soft labels: the probability that the second response is the better one.
         label_smoothing=jax.nn.sigmoid(second(rewards) - first(rewards)),
         mask=~jnp.tri(len(rewards), dtype=bool).reshape(-1),
     )
@@ -86,9 +86,11 @@ def _train(
 
 
 def reach(world: World, *, beta: float, model: Any, steps: int = STEPS) -> Float64:
-    """f64[256]: log π(y), nats, of what DPO makes of the world's reference.
+    """f64[256]: log π(y), nats, of the policy that DPO trains from the reference.
 
-    `model` is the one the world was drawn with, `steps` are Adam's, on all pairs each.
+    Args:
+      model: the model that the world was drawn with.
+      steps: number of Adam steps, each on all pairs.
     """
 
     def falling(step: Any) -> Any:

@@ -1,7 +1,7 @@
 """The gradients that a penalty may have, by autodiff of sums over all responses.
 
-Nothing after the logits is the code of a run here: these are read and added up, so
-that `gradients.certify` has two sides to compare.
+The sums use only the logits of the library, so that `gradients.certify` compares two
+independent computations.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from rlhf_jax.models.config import ModelConfig
 Array = jax.Array
 Params = Any
 Per = Literal["token", "response", "length"]
-Key = tuple[str, Per]  # name of a gradient, of what an estimate is
+Key = tuple[str, Per]  # (name of a gradient, unit of one estimate)
 
 
 class _Tables(NamedTuple):
-    """What the sums below are made of; y runs over responses, t and v over words.
+    """Log-probs of all responses y, columns t and tokens v, nats.
 
-    Behind the end of a response all words are as likely, and none is taken.
+    After the end of a response every token is equally likely and `taken` is 0.
     """
 
-    words: Array  # f32[N, 4, 4], log π(v | what stands before t in y), nats
-    ref_words: Array  # the same of the reference
-    taken: Array  # f32[N, 4], of the word that is there
+    words: Array  # f32[N, 4, 4], log π(v | y_<t)
+    ref_words: Array  # f32[N, 4, 4], log π_ref(v | y_<t)
+    taken: Array  # f32[N, 4], log π(y_t | y_<t)
     ref_taken: Array
     lengths: Array  # f32[N], tokens
 
@@ -50,11 +50,11 @@ def of_penalties(
     stop_ids: tuple[int, ...] = (),
     ref_model: ModelConfig | None = None,
 ) -> dict[Key, Params]:
-    """The gradients by `params` that `Penalty.terms` names.
+    """The gradients with respect to `params` that `Penalty.terms` names.
 
     Args:
-      params, ref_params: of policy and reference.
-      model, temperature, stop_ids, ref_model: static; a None of the last is `model`.
+      params, ref_params: parameters of policy and reference.
+      model, temperature, stop_ids, ref_model: static; `ref_model` None is `model`.
     """
 
     def sums(params: Params) -> dict[Key, Array]:
@@ -80,9 +80,8 @@ def of_penalties(
     def of(one_hot: Array) -> Params:
         return pull(dict(zip(names, one_hot, strict=True)))[0]
 
-    # One after the other: where many cotangents are mapped over one x (`vmap`, and so
-    # `jax.jacrev`) XLA for CPU, as of JAX 0.10.2, compiles the gradient of a
-    # normalisation wrongly.
+    # One cotangent at a time: with `vmap` over cotangents (and so `jax.jacrev`) XLA for
+    # CPU, as of JAX 0.10.2, miscompiles the gradient of a normalisation.
     gradients = jax.lax.map(of, jnp.eye(len(names)))
     return {
         name: jax.tree.map(lambda leaf, i=i: leaf[i], gradients)
@@ -91,9 +90,9 @@ def of_penalties(
 
 
 def _sums(tables: _Tables, *, whole: bool) -> dict[str, Array]:
-    """{name: f32[], nats}, to be differentiated; `whole` matters to k2 alone."""
+    """{name: f32[], nats}, to be differentiated; `whole` changes only k2."""
     words, ref_words, taken, ref_taken, _ = tables
-    own = jnp.exp(taken.sum(axis=1))  # π(y), which moves
+    own = jnp.exp(taken.sum(axis=1))  # π(y), differentiated
     fixed = jax.lax.stop_gradient(own)
     reference = jnp.exp(ref_taken.sum(axis=1))
     x = taken - ref_taken
@@ -118,10 +117,10 @@ def _sums(tables: _Tables, *, whole: bool) -> dict[str, Array]:
 
 
 def _divided(tables: _Tables) -> dict[str, Array]:
-    """{name: f32[], nats}: what each response adds to two of them, over its length.
+    """{name: f32[], nats}: each response's term of two of the sums, over its length.
 
-    The length is not differentiated, and no token answers for what it does to the
-    share of those before it: of no KL where lengths differ.
+    The length is not differentiated, so where lengths differ the gradient is that of no
+    KL.
     """
     _, _, taken, ref_taken, lengths = tables
     fixed = jax.lax.stop_gradient(jnp.exp(taken.sum(axis=1)) / lengths)
@@ -183,7 +182,7 @@ def _tables(
         jnp.where(within, jnp.take_along_axis(logprobs, chosen, axis=-1), 0.0)[..., 0]
         for logprobs in (words, ref_words)
     )
-    # The same of both, so that no divergence is added.
+    # Equal for policy and reference, so that padding adds no divergence.
     behind = jnp.log(jnp.full(enumerable.VOCABULARY, 1 / enumerable.VOCABULARY))
     words, ref_words = (
         jnp.where(within, logprobs, behind[None, None, :])
@@ -201,7 +200,7 @@ def means(
     temperature: float,
     stop_ids: tuple[int, ...] = (),
 ) -> dict[str, float]:
-    """Means under the policy, nats per response, as float64 sums."""
+    """Means under the policy, nats per response, summed in float64."""
     tables = _tables(
         params, ref_params, model=model, temperature=temperature, stop_ids=stop_ids
     )

@@ -1,14 +1,14 @@
-"""What each KL penalty does to the policy, against what its name says it does.
+"""The expected gradient of each KL penalty, compared with its claim.
 
-    measured  Σ_y π(y)·∇ppo_loss(y), every response y of the world of `enumerable` once
+    measured  Σ_y π(y)·∇ppo_loss(y), over every response y of the world of `enumerable`
     expected  the gradient of a KL, by autodiff of a sum over the same responses
 
-The first goes through the code of a run: `score`, `experience` (lam = 1, no whitening,
-score 0, β = 0.3) and `ppo_loss`, a row at a time, before anything is clipped. Its sum
-over a response is aggregation "constant" with a loss_scale_factor of 1. The critic's
-values are noise, as a baseline must not matter. The second reads logits alone
-(`expected_gradients`). The claims are in `penalty_claims`, and hold with and without a
-stop token.
+The measured gradient uses the code of a run: `score`, `experience` (lam = 1, no
+whitening, score 0, β = 0.3) and `ppo_loss`, one row at a time, before any clipping.
+Aggregation "constant" with a loss_scale_factor of 1 makes the loss a sum over a
+response. The critic's values are noise, since a baseline must not matter. The expected
+gradient uses logits alone (`expected_gradients`). The claims in `penalty_claims` hold
+with and without a stop token.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ Array = jax.Array
 Params = Any
 Flat = npt.NDArray[np.float64]
 
-BETA = 0.3  # β of the penalty: neither 0 nor 1, so that it cannot be forgotten
+BETA = 0.3  # β of the penalty; neither 0 nor 1, so that a missing factor is detected
 
 
 def certify(
     case: Case, claims: Iterable[Claim], *, temperature: float
 ) -> Iterator[Finding]:
-    """Every claim at one temperature, in order; each is a program of its own.
+    """Certifies every claim at one temperature, in order.
 
-    Several are compiled at once.
+    Each claim is its own program; several are compiled at once.
     """
     reference = frozen.read(case.reference)
     known = expected_gradients.of_penalties(
@@ -73,7 +73,7 @@ def certify(
         for older in {claim.older for claim in claims}
     }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # `Finding.holds` reads what they would say
+        warnings.simplefilter("ignore")  # `Finding.holds` checks `Penalty.warning`
         algorithms = [
             algorithm_of(claim.penalty, case=case, temperature=temperature)
             for claim in claims
@@ -133,7 +133,7 @@ def _finding(
     parts = [times * expected(name, chosen.per) for name, times in terms.items()]
     share = chosen.reference_share
     if claim.older and share is not None:
-        # The rest is to the policy that sampled, which the policy has left.
+        # The rest of the mixture is the sampler, from which the policy has moved.
         parts += [
             times / share * (1 - share) * BETA * flat(to_older[name, chosen.per])
             for name, times in terms.items()
@@ -149,7 +149,7 @@ def _finding(
             name = "k2 of responses" if chosen.per == "response" else "k2"
         bias, value_error = value - values["kl"], abs(value - values[name])
         if chosen.placement is not None and math.isnan(value):
-            value_error = math.inf  # nothing took it, though something should have
+            value_error = math.inf  # the penalty is on, but no value was computed
     return Finding(
         claim=claim,
         temperature=temperature,
@@ -163,9 +163,9 @@ def _finding(
 
 
 def sample(case: Case, *, older: bool, temperature: float) -> Scored:
-    """Every response, scored; by the older policy there are no values.
+    """Scores every response of the policy, or of the older one.
 
-    Ratios are clipped where there are advantages, so with them there are none.
+    The older policy's values are set to 0: with advantages its ratios would be clipped.
     """
     rollout = jax.jit(
         enumerable.every_response, static_argnames=("model", "temperature", "stop_ids")
@@ -206,7 +206,7 @@ def algorithm_of(penalty: Penalty, *, case: Case, temperature: float) -> ppo.PPO
 @functools.partial(
     jax.jit,
     static_argnames=("algorithm",),
-    # A program runs once, so that its time is its compiler's.
+    # Each program runs once, so compilation dominates.
     compiler_options={"xla_backend_optimization_level": 0},
 )
 def measure(
@@ -219,31 +219,32 @@ def measure(
     algorithm: ppo.PPO,
     further: References | None = None,
 ) -> tuple[Params, Array]:
-    """The expected gradient of the loss of a run, and the mean of its estimates.
+    """The expected gradient of a run's loss, and the mean of the KL estimates.
 
     Args:
-      params: of the policy now.
-      sampler: of the policy that sampled.
-      scored: every response of the sampler once, with its values and the reference's
-        log-probs; its KL is computed again, as `algorithm` has it.
+      params: parameters of the current policy.
+      sampler: parameters of the policy that sampled.
+      scored: every response of the sampler once, with values and reference log-probs;
+        the KL is recomputed with the penalty of `algorithm`.
       algorithm: static.
-      further: references beside the first, by name.
+      further: references other than the first, by name.
 
     Returns:
-      The gradient by `params` of β·penalty, whichever way it comes, and f32[],
-      E of the value estimator, nats per response, NaN if nothing takes it.
+      The gradient of β·penalty with respect to `params`, for any placement, and f32[],
+      the mean of the value estimator, nats per response, NaN if it is unused.
     """
     scored = score.score(
         scored.rollout,
         scores=scored.scores,
         reference=reference,
         model=algorithm.model,
-        values=scored.values,  # they are there, and
+        # Values and reference log-probs are given: less to compile.
+        values=scored.values,
         max_new_tokens=algorithm.max_new_tokens,
         temperature=algorithm.temperature,
         penalty=algorithm.penalty,
         policy=sampler,
-        ref_logprobs=scored.ref_logprobs,  # so are these: less to compile
+        ref_logprobs=scored.ref_logprobs,
     )
     beside: dict[str, Further] = {}
     if further:
@@ -269,7 +270,7 @@ def measure(
             critic,
             experience=jax.tree.map(lambda leaf: leaf[None], row),
             kl_coef=BETA,
-            num_tokens=one,  # not read: losses are sums over a response
+            num_tokens=one,  # unused: losses are sums over a response
             num_values=one,
             num_responses=one,
             recipe=algorithm,

@@ -1,15 +1,15 @@
-"""Policy gradients over groups, against the gradient they are said to have.
+"""The expected gradient of policy gradients over groups, compared with its claim.
 
-    measured  Σ over every minibatch of two responses, by its probability, of the
+    measured  probability-weighted sum, over every minibatch of two responses, of the
               loss's gradient, through `group_experience` or `experience`, and
               `policy_terms`
     expected  a·∇E[r] - β·∇KL, by autodiff of sums over all responses
 
-The measured gradient is multiplied by the 4 tokens that the longest response has:
-aggregation "constant" divides by as many, and where every response has 4 so do the
-means. Where a token ends responses the means divide by other numbers, and are claimed
-to be biased; how much is left of ∇E[r] at each column, the tokens before one being its
-depth, is measured beside.
+The measured gradient is multiplied by 4, the tokens of the longest response, because
+aggregation "constant" divides by it, as the means do if every response has 4 tokens.
+With a stop token the means have other divisors and are claimed to be biased; the share
+of ∇E[r] at each column is measured too. The depth of a column is the number of response
+tokens before it.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ ALGORITHMS = {grpo.GroupRecipe: grpo.GRPO, ReinforceRecipe: REINFORCE}
 
 
 class Finding(NamedTuple):
-    """What became of a claim."""
+    """The measurements of a claim."""
 
     claim: Claim
-    stops: bool  # a token ends responses, so that they differ in length
-    error: float  # largest entry of measured - expected, of the largest of ∇E[r]
-    cosine: float  # between measured and ∇(E[r] - β·KL)
-    # Share of ∇E[r] that is measured at each column, β being 0; () in equal lengths.
+    stops: bool  # whether a token ends responses, so that they differ in length
+    error: float  # max|measured - expected| / max|∇E[r]|
+    cosine: float  # of measured and ∇(E[r] - β·KL)
+    # Measured share of ∇E[r] at each column, with β = 0; () if lengths are equal.
     depths: tuple[float, ...]
 
     @property
     def lengths(self) -> str:
-        """How long responses are, tokens."""
+        """Lengths of the responses, tokens."""
         return "1 to 4" if self.stops else "4"
 
     @property
     def holds(self) -> bool:
-        """The error of what is claimed is small, that of a known bias is not."""
+        """Whether the error is small or, for a claimed bias, large."""
         if self.claim.share is None:
             return self.error > 1e-2
         return self.error <= TOLERANCE
@@ -74,7 +74,7 @@ class Finding(NamedTuple):
 def certify(
     case: Case, rewards: Float64, *, claims: Iterable[Claim] = CLAIMS
 ) -> Iterator[Finding]:
-    """Every claim, for one policy, reference and table of rewards f64[N]."""
+    """Certifies every claim for one policy, reference and rewards f64[N]."""
     reference = frozen.read(case.reference)
     table = jnp.asarray(rewards, jnp.float32)
     kls = expected_gradients.of_penalties(
@@ -100,11 +100,11 @@ def certify(
         in_loss = np.zeros_like(measured)
         if claim.in_loss is not None:
             in_loss = BETA * flat(kls[claim.in_loss, claim.recipe.penalty.per])
-        # One beside the advantage is in the reward by name alone.
+        # A KL to go that is added to the advantage is not part of the reward.
         with_score = claim.recipe.penalty.in_reward and claim.in_loss is None
         by_reward = of_reward - BETA * of_kl * with_score
         share = claim.share
-        if share is None:  # whatever the scale, it is not this direction
+        if share is None:  # a bias: no scale of this direction fits
             share = (measured + in_loss) @ by_reward / (by_reward @ by_reward)
         expected = share * by_reward - in_loss
         error = np.abs(measured - expected).max() / np.abs(of_reward).max()
@@ -117,7 +117,7 @@ def certify(
 
 
 def _of_column(case: Case, table: Array, column: int) -> Float64:
-    """What the tokens of one column have of ∇E[r]: Σ_y π(y)·r(y)·∇log π(y_t)."""
+    """The part of ∇E[r] from the tokens of one column: Σ_y π(y)·r(y)·∇log π(y_t)."""
 
     @jax.jit
     def surrogate(params: Params) -> Array:
@@ -131,7 +131,7 @@ def _of_column(case: Case, table: Array, column: int) -> Float64:
 
 
 def scored_table(case: Case, table: Array) -> Scored:
-    """Every response once, with k1 of each token, which the reward may take."""
+    """Every response once, scored, with k1 of each token."""
     rollout = enumerable.every_response(case.policy, temperature=1.0, **case.options)
     return score.score(
         rollout,
@@ -153,13 +153,13 @@ def scored_table(case: Case, table: Array) -> Scored:
 def finder(
     recipe: Recipe, *, case: Case, scored: Scored, critic: bool = False
 ) -> Callable[..., Float64]:
-    """The expected ascent of a loss, as `find(beta=, ...)`, compiled once.
+    """Returns `find(beta=, ...)`, the expected ascent direction of a loss.
 
     Args:
-      recipe: whose experience and loss are those of a run.
-      case: the sampler is its policy; `params`, by default the same, is what learns.
-      scored: every response once, of `scored_table`; `scores` may be others.
-      critic: PPO's experience in place of the recipe's.
+      recipe: the recipe whose experience and loss are measured.
+      case: its policy is the sampler, and the default of the `params` that learn.
+      scored: every response once, from `scored_table`; `find` may replace its scores.
+      critic: use PPO's experience instead of the recipe's.
     """
     if not recipe.penalty.in_reward:
         scored = dataclasses.replace(scored, kl=None)
@@ -189,7 +189,7 @@ def finder(
         rescored = dataclasses.replace(scored, scores=scores)
 
         def of_pair(rows: Array) -> PolicyExperience:
-            """Of one minibatch, as if it were the whole rollout."""
+            """The experience of one minibatch, as if it were the whole rollout."""
             pair = take(rescored, rows)
             experience = learned(pair, beta)
             if algorithm.token_choice is not None:
@@ -203,7 +203,7 @@ def finder(
             return dataclasses.replace(experience, advantages=advantages)
 
         def beside(first: Array) -> Params:
-            """Of the minibatches (first, j), each by its probability."""
+            """The gradient over the minibatches (first, j), weighted by probability."""
             pairs = jnp.stack([jnp.full_like(alone, first), alone], axis=1)
             minibatches = jax.vmap(of_pair)(pairs)
 
@@ -242,7 +242,7 @@ def finder(
 
 
 def take(scored: Scored, rows: Array) -> Scored:
-    """These rows of every array."""
+    """Selects rows of every array."""
     stats = scored.kl_stats
     bare = dataclasses.replace(scored, kl_stats={})
     picked = jax.tree.map(lambda leaf: leaf[rows], bare)

@@ -1,13 +1,14 @@
-"""Losses of preferences on a world whose responses are all known, in expectation.
+"""Expected losses of preferences in an enumerated world.
 
-The policy is a table: 256 logits, one for each response. A loss is summed over all
-ordered pairs of responses (or all labelled responses), each weighted by its
-probability, so that nothing is sampled: what is left is what the loss itself asks for.
+The policy is a table of 256 logits, one per response. A loss is summed over all ordered
+pairs of responses (or all labelled responses), weighted by their probabilities, so that
+nothing is sampled and training shows the optimum of the loss.
 
     clean     P(i beats j) = σ(r_i - r_j), Bradley and Terry
-    flipped   (1-ε)·P + ε·(1-P), each label turned round with probability ε
+    flipped   (1-ε)·P + ε·(1-P), each label flipped with probability ε
 
-Every loss is the library's; what it is compared with is written here again, in float64.
+The losses are the library's; the formulas to compare with are implemented here in
+float64.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Array = jax.Array
 Expected = Callable[[Array], Array]
 
 STEPS = 2000
-LEARNING_RATE = 0.05  # of Adam, at the start; falls to a thousandth
+LEARNING_RATE = 0.05  # initial rate of Adam; falls to a thousandth
 
 
 def clean(rewards: Float64) -> Float64:
@@ -40,7 +41,7 @@ def clean(rewards: Float64) -> Float64:
 
 
 def flipped(preference: Float64, rate: float) -> Float64:
-    """The same after every label was turned round with probability `rate`."""
+    """The probabilities after each label is flipped with probability `rate`."""
     return (1 - rate) * preference + rate * (1 - preference)
 
 
@@ -50,10 +51,10 @@ def of_pairs(
     """The mean of a loss over all pairs of different responses.
 
     Args:
-      pair_loss: (chosen, rejected) -> (loss, stats): a loss of one pair, of what `read`
-        has of its two responses.
+      pair_loss: (chosen, rejected) -> (loss, stats): the loss of one pair, from the
+        rows of `read` for its two responses.
       preference: f64[256, 256], the probability that the first is labelled better.
-      read: log π f32[256] -> what the loss reads of each response, f32[256, ...].
+      read: log π f32[256] -> the inputs of the loss for each response, f32[256, ...].
     """
     count = len(preference)
     others = ~np.eye(count, dtype=bool)
@@ -72,7 +73,7 @@ def of_pairs(
 
 
 def dpo(world: World, preference: Float64, *, beta: float, **options: Any) -> Expected:
-    """`losses.dpo_loss`, of any kind, in expectation over the labels."""
+    """`losses.dpo_loss` of any kind, in expectation over the labels."""
     log_ref = jnp.asarray(world.log_ref, jnp.float32)
 
     def pair_loss(chosen: Array, rejected: Array) -> Any:
@@ -117,10 +118,10 @@ def desirable(world: World) -> Float64:
 
 
 def kto(world: World, *, beta: float) -> Expected:
-    """`losses.kto_loss` of every response, as often as any other, with z0 of all.
+    """The mean of `losses.kto_loss` over all responses, each with the same z0.
 
-    Responses to other prompts are as likely as those to this one: z0 is the mean of log
-    π/π_ref over all responses.
+    z0 is the mean of log π/π_ref over all responses, as if those to other prompts were
+    drawn uniformly.
     """
     log_ref = jnp.asarray(world.log_ref, jnp.float32)
     chance = jnp.asarray(desirable(world), jnp.float32)
@@ -146,7 +147,7 @@ def kto(world: World, *, beta: float) -> Expected:
 
 
 def kto_gradient(world: World, log_policy: Float64, *, beta: float) -> Float64:
-    """f64[256] by log π, of KTO's formula: -β·s(1-s)·(p - (1-p)) / 256."""
+    """Gradient f64[256] in log π, by KTO's formula: -β·s(1-s)·(p - (1-p)) / 256."""
     ratio = log_policy - world.log_ref
     z0 = max(0.0, float(ratio.mean()))
     s = 1 / (1 + np.exp(-beta * (ratio - z0)))
@@ -157,7 +158,7 @@ def kto_gradient(world: World, log_policy: Float64, *, beta: float) -> Float64:
 def dpo_gradient(
     world: World, log_policy: Float64, preference: Float64, *, beta: float
 ) -> Float64:
-    """f64[256] by log π, of DPO on these labels: Σ_j β(σ(βh) - P), over the pairs."""
+    """Gradient f64[256] in log π of DPO on these labels: Σ_j β(σ(βh) - P) / pairs."""
     ratio = log_policy - world.log_ref
     probability = 1 / (1 + np.exp(-beta * (ratio[:, None] - ratio[None, :])))
     count = len(ratio)
@@ -165,7 +166,7 @@ def dpo_gradient(
 
 
 def dpo_optimum(world: World, preference: Float64, *, beta: float) -> Float64:
-    """log π where DPO's loss on these labels is least: a convex problem, in float64."""
+    """log π that minimises DPO's loss on these labels, a convex problem, in float64."""
 
     def value(log_ratio: Float64) -> tuple[float, Float64]:
         margin = beta * (log_ratio[:, None] - log_ratio[None, :])
@@ -185,13 +186,13 @@ def dpo_optimum(world: World, preference: Float64, *, beta: float) -> Float64:
 
 
 def gradient(expected: Expected, log_policy: Float64) -> Float64:
-    """f64[256], of an expected loss by log π of each response."""
+    """Gradient f64[256] of an expected loss in log π."""
     slope = jax.jit(jax.grad(expected))(jnp.asarray(log_policy, jnp.float32))
     return np.asarray(slope, np.float64)
 
 
 def reach(expected: Expected, world: World, *, steps: int = STEPS) -> Float64:
-    """f64[256]: log π, nats, of what Adam makes of the reference in `steps`."""
+    """f64[256]: log π, nats, after `steps` of Adam from the reference."""
     optimizer = optax.adam(
         optax.exponential_decay(LEARNING_RATE, steps, 1e-3), eps=1e-12
     )
@@ -227,9 +228,9 @@ def _train(
 
 
 def mixed(log_policy: Float64, log_ref: Float64, *, share: float) -> Float64:
-    """log of the mixture of each token's distributions: π^(1-m)·π_ref^m, normalised.
+    """log of the product of each token's mixture π^(1-m)·π_ref^m, normalised.
 
-    The distribution of a token follows from the sums over all responses that begin so.
+    The distribution of a token is computed from sums over responses with its prefix.
     """
     shape = (enumerable.VOCABULARY,) * enumerable.LENGTH
     total = np.zeros(shape)

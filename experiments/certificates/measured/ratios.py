@@ -1,14 +1,13 @@
-"""Ratios and surrogates, on the policy that sampled and after stale updates.
+"""Ratios and surrogates, on the sampler's policy and after further updates.
 
-    measured  Σ over every minibatch of two responses of the sampler, by its
-              probability, of the loss's gradient at the policy: `groups.finder`, whose
-              experience and loss are those of a run
-    named     autodiff of the formula of the paper, summed over the same pairs
-    true      ∇E[r] of the policy as it is, whoever sampled
+    measured  probability-weighted sum, over every minibatch of two responses of the
+              sampler, of the loss's gradient at the policy, by `groups.finder` and so
+              by the experience and loss of a run
+    named     autodiff of the paper's formula, summed over the same pairs
+    true      ∇E[r] of the current policy
 
-The policy starts as the sampler and takes steps of gradient ascent up its own measured
-gradient, on samples that stay those of the sampler. So after k steps they are k updates
-old.
+The policy starts as the sampler and ascends its own measured gradient while the samples
+stay the sampler's, so after k steps they are k updates old.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ Array = jax.Array
 Params = Any
 
 STALE = (0, 1, 2, 4)  # updates since the samples were drawn
-STEP = 0.05  # norm of the first step: methods have learning rates of their own
-LEAST_BIAS = 1e-3  # of a bias that is claimed, share of the norm of what is measured
+STEP = 0.05  # norm of the first step, which sets each method's learning rate
+LEAST_BIAS = 1e-3  # smallest `outside` that shows a claimed bias
 BETA = 0.3
 REGRESSION = grpo.GroupRecipe(
     surrogate=DAR(beta=1.5, share=0.3, cap=1e30),
@@ -54,36 +53,36 @@ REGRESSION = grpo.GroupRecipe(
     temperature=1.0,
     group_size=2,
 )
-DIFFERENCE = 5e-4  # ε of a gradient penalty
-SLACK = 0.02  # of what a difference over it is off by, share of the largest entry
+DIFFERENCE = 5e-4  # step of the gradient penalty's finite difference
+SLACK = 0.02  # its tolerance, relative to the largest entry
 
 
 class Stale(NamedTuple):
     """A gradient, some updates after its samples were drawn."""
 
     updates: int
-    error: float  # largest entry of measured - named, of the largest of true
-    cosine: float  # between measured and true
-    outside: float  # share of measured that is along no multiple of true
+    error: float  # max|measured - named| / max|true|
+    cosine: float  # of measured and true
+    outside: float  # share of the norm of measured that is orthogonal to true
     ratio: float  # largest probability ratio of a token, or its inverse
 
 
 class Finding(NamedTuple):
-    """What became of a claim."""
+    """The measurements of a claim."""
 
     claim: Claim
-    stale: tuple[Stale, ...]  # of `STALE`
-    # Where the policy is π* of E[r] - β·KL, the KL in the reward: largest entry of the
-    # gradient, of the largest of the same method's without the KL. NaN with a std,
-    # which divides rounding by rounding there, and where π* is not claimed to stay.
+    stale: tuple[Stale, ...]  # after the updates of `STALE`
+    # With rewards that make the policy π* of E[r] - β·KL, the KL in the reward: largest
+    # entry of the gradient, relative to the largest without the KL. NaN with a std,
+    # where it would be rounding over rounding, and if `Claim.optimum` is False.
     at_optimum: float
     on_policy: (
-        float  # error against share·target, as `Stale.error`; of a bias `outside`
+        float  # error against share·target, as `Stale.error`; if biased, `outside`
     )
 
     @property
     def holds(self) -> bool:
-        """It is the formula's; and on policy the target's, or seen to be biased."""
+        """Whether the gradient is as claimed, on-policy and after further updates."""
         small = all(stale.error <= TOLERANCE for stale in self.stale)
         small &= math.isnan(self.at_optimum) or self.at_optimum <= TOLERANCE
         if self.claim.share is None:
@@ -94,7 +93,7 @@ class Finding(NamedTuple):
 def certify(
     case: Case, rewards: Float64, *, claims: Iterable[Claim] = CLAIMS
 ) -> Iterator[Finding]:
-    """Every claim, for one sampler and table of rewards f64[N], some above 0."""
+    """Certifies every claim for one sampler and rewards f64[N], some above 0."""
     assert case.stop_ids, "where no token ends a response little of this differs"
     tables = {
         True: jnp.asarray(rewards > 0, jnp.float32),
@@ -153,17 +152,17 @@ def _finding(claim: Claim, case: Case, table: Array) -> Finding:
 
 
 def outside(measured: Float64, true: Float64) -> float:
-    """Share of the norm of `measured` that is along no multiple of `true`."""
+    """Share of the norm of `measured` that is orthogonal to `true`."""
     along = (measured @ true) / (true @ true) * true
     return float(np.linalg.norm(measured - along) / np.linalg.norm(measured))
 
 
 def bias_of_mixed_groups(case: Case, rewards: Float64) -> float:
-    """What drawing until groups are mixed does to a KL in the loss.
+    """The bias of dynamic sampling on a KL in the loss.
 
     Returns:
-      Of the norm of the part that the KL has in the gradient over mixed groups, the
-      share that is along no multiple of its part over all groups.
+      `outside` of the KL's part of the gradient over mixed groups, relative to its part
+      over all groups.
     """
     table = jnp.asarray(rewards > 0, jnp.float32)
     scored = jax.jit(functools.partial(groups.scored_table, case))(table)
@@ -182,13 +181,13 @@ def bias_of_mixed_groups(case: Case, rewards: Float64) -> float:
 
 
 def of_gradient_penalty(case: Case, rewards: Float64) -> tuple[float, float]:
-    """What gradient regularisation adds to the gradient of all minibatches together.
+    """Checks the term that gradient regularisation adds to the mean gradient.
 
     Returns:
-      Of ½∇‖∇V‖², V the mean of the surrogate (RLOO, no clip) by its formula: the
-      largest error of what is added, over γ, of its largest entry; and the share of its
-      norm that is along no multiple of ½∇‖∇E[r]‖². The token ratio's V has the gradient
-      of E[r] where the policy is the sampler's, and other second derivatives.
+      The largest error of the added term, over γ, against ½∇‖∇V‖², relative to its
+      largest entry; V is the mean surrogate (RLOO, no clip) by its formula. And
+      `outside` of ½∇‖∇V‖² relative to ½∇‖∇E[r]‖²: on the sampler's policy V has the
+      gradient of E[r], but other second derivatives.
     """
     table = jnp.asarray(rewards, jnp.float32)
     scored = jax.jit(functools.partial(groups.scored_table, case))(table)
@@ -225,12 +224,12 @@ def of_gradient_penalty(case: Case, rewards: Float64) -> tuple[float, float]:
 
 
 def of_regression(case: Case, rewards: Float64) -> tuple[float, float]:
-    """Where DAR moves the policy that sampled, by weights without a cap.
+    """Checks the direction and the fixed point of DAR, with weights without a cap.
 
     Returns:
-      The largest error, of its largest entry, against a multiple of the gradient of
-      Σ_y π'(y)·log π(y), π' ∝ π_ref^α·π^(1 - α)·exp(r/β); and what is left of the
-      gradient where π is π_ref·exp(r/(αβ)) itself, of the largest of the same.
+      The largest error of the gradient against a multiple of that of
+      Σ_y π'(y)·log π(y), π' ∝ π_ref^α·π^(1 - α)·exp(r/β), and the largest entry of the
+      gradient at π ∝ π_ref·exp(r/(αβ)); both relative to its largest entry.
     """
     table = jnp.asarray(rewards, jnp.float32)
     scored = jax.jit(functools.partial(groups.scored_table, case))(table)
@@ -256,7 +255,7 @@ def of_regression(case: Case, rewards: Float64) -> tuple[float, float]:
 
 
 def _moved(params: Params, step: Float64) -> Params:
-    """The parameters after a step that is flat."""
+    """Adds a flat step to the parameters."""
     leaves, structure = jax.tree.flatten(params)
     ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
     steps = np.split(step, ends)
@@ -270,13 +269,13 @@ def _moved(params: Params, step: Float64) -> Params:
 
 
 def _ended(case: Case) -> Array:
-    """bool[N], from the drawing of the world: a stop token is in the response."""
+    """bool[N]: whether the response contains the stop token."""
     tokens = enumerable.every_tokens(case.stop_ids)[:, enumerable.PROMPT :]
     return (tokens == case.stop_ids[0]).any(axis=1)
 
 
 def _logprobs(params: Params, case: Case) -> Array:
-    """f32[N, 4], differentiable."""
+    """f32[N, 4], nats; differentiable in `params`."""
     rollout = enumerable.every_response(params, temperature=1.0, **case.options)
     return rollout.old_logprobs[:, enumerable.PROMPT :]
 
@@ -299,7 +298,7 @@ def _named_gradient(
 def _surrogate(
     drawn: tuple[Array, Array], table: Array, ended: Array, claim: Claim, case: Case
 ) -> Callable[[Params], Array]:
-    """The mean of a claim's surrogate over all pairs, as its formula has it."""
+    """The mean over all pairs of a claim's surrogate, by its formula."""
     old_logprobs, ref_logprobs = drawn
     old = old_logprobs[:, enumerable.PROMPT :]
     mask = enumerable.every_mask(case.stop_ids)[:, enumerable.PROMPT :]
@@ -342,7 +341,7 @@ def _named(
 
 
 def _drawn(scored: Scored) -> tuple[Array, Array]:
-    """Log-probs f32[N, S], nats, of the sampler and of the reference."""
+    """Log-probs of the sampler and of the reference, f32[N, S], nats."""
     assert scored.ref_logprobs is not None
     return scored.rollout.old_logprobs, scored.ref_logprobs
 
@@ -367,7 +366,7 @@ def _true(params: Params, *, table: Array, case: Case) -> Params:
 def _ending(
     params: Params, table: Array, ended: Array, *, case: Case
 ) -> tuple[Array, Params]:
-    """P(a response ends), and ∇E[r | it ends]."""
+    """P(a response ends) and ∇E[r | it ends]."""
 
     @jax.jit
     def value(params: Params) -> tuple[Array, Array]:

@@ -1,4 +1,4 @@
-"""What is certified of losses over episodes of two turns (`certify_turns`)."""
+"""Claims about losses over episodes of two turns, for `certify_turns`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Claim(NamedTuple):
 
     name: str
     recipe: Recipe
-    share: float | None = 1.0  # None: no gradient of J, for the reason in `bias`
-    turns: bool = True  # rewards of turns land at their turns, else all at the end
-    observed: bool = False  # observed tokens are taken for sampled ones, on purpose
+    share: float | None = 1.0  # None: not the gradient of J, for the reason in `bias`
+    turns: bool = True  # turns are rewarded at their ends, not all at the end
+    observed: bool = False  # observed tokens are treated as sampled, on purpose
     bias: str = ""
 
 
@@ -36,7 +36,7 @@ COMMON: dict[str, Any] = {
 WHOLE = {"gamma": 1.0, "lam": 1.0, "whiten_advantages": None}
 OTHERS = {"group_size": GROUP, "baseline": "leave_one_out", "normalise": None}
 MEAN = {"group_size": GROUP, "baseline": "group", "normalise": None}
-OWN_SHARE = (GROUP - 1) / GROUP  # a mean that holds the episode itself
+OWN_SHARE = (GROUP - 1) / GROUP  # because the mean includes the episode itself
 EXACT = Penalty("exact", placement="both")
 RESPONSE_K2 = Penalty("k2", placement="loss", per="response")
 CLAIMS = (

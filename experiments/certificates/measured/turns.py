@@ -1,14 +1,15 @@
-"""Policy gradients over episodes of two turns, against the gradient of J.
+"""Policy gradients over episodes of two turns, compared with the gradient of J.
 
-    measured  Σ over every minibatch, by its probability, of the gradient of its loss,
-              through `score`, the algorithm's `experience` and its `minibatch_loss`
+    measured  probability-weighted sum, over every minibatch, of the gradient of its
+              loss, through `score` and the algorithm's `experience` and
+              `minibatch_loss`
     expected  ∇J, or share·∇E[r] - β·∇KL, by autodiff of a sum over all episodes; with
-              γ below 1 that of rewards to go, discounted per sampled token
+              γ < 1 the gradient of rewards to go, discounted per sampled token
 
-A minibatch is one episode, or a group of two. Losses are sums over the sampled tokens
-of an episode (aggregation "constant" with a divisor of 1). The critic's values are
-noise. With γ = 1 a reward that lands after its turn leaves the expectation as it is, so
-where rewards land is shown by a claim with γ below 1.
+A minibatch is one episode or a group of two. Losses are sums over the sampled tokens of
+an episode (aggregation "constant" with a divisor of 1). The critic's values are noise.
+With γ = 1 the expectation does not change if a reward comes after its turn, so only the
+claim with γ < 1 checks where rewards are placed.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ from rlhf_jax.roles.reference.frozen import Frozen, FrozenModels
 
 Array = jax.Array
 Params = Any
-LEAST_ERROR = 1e-2  # the error of what is claimed to be no gradient of J is larger
+LEAST_ERROR = 1e-2  # smallest error that shows a claimed bias
 
 
 class Finding(NamedTuple):
-    """What became of a claim."""
+    """The measurement of a claim."""
 
     claim: Claim
-    error: float  # largest entry of measured - expected, of the largest of ∇J
+    error: float  # max|measured - expected| / max|∇J|
 
     @property
     def holds(self) -> bool:
-        """The error of what is claimed is small, that of a known bias is not."""
+        """Whether the error is small or, for a claimed bias, large."""
         if self.claim.share is None:
             return self.error > LEAST_ERROR
         return self.error <= TOLERANCE
@@ -63,11 +64,11 @@ class Case(NamedTuple):
     model: ModelConfig
     episodes: Episodes
     totals: Array  # f32[N], reward units
-    of_turns: Array  # f32[N, S], reward units, a part of them
+    of_turns: Array  # f32[N, S], reward units, the part of the totals given at turns
 
 
 def draw(seed: int, *, hidden_size: int = 16) -> Case:
-    """Random decoders, chances of observations and rewards."""
+    """Draws random decoders, observation probabilities and rewards."""
     model = conversations.model(hidden_size=hidden_size)
     keys = jax.random.split(jax.random.key(seed), 4)
     init = jax.jit(functools.partial(enumerable.init, model=model))
@@ -82,7 +83,7 @@ def draw(seed: int, *, hidden_size: int = 16) -> Case:
 
 
 def certify(case: Case, *, claims: Iterable[Claim] = CLAIMS) -> Iterator[Finding]:
-    """Every claim, for one policy, reference, environment and table of rewards."""
+    """Certifies every claim for one policy, reference, environment and rewards."""
     of_reward, of_objective = (expected(case, beta=beta) for beta in (0.0, BETA))
     of_penalty = of_reward - of_objective
     for claim in claims:
@@ -134,7 +135,7 @@ def expected_to_go(case: Case, *, gamma: float) -> enumerable.Float64:
 
 
 def chance_of_all(case: Case) -> float:
-    """The chances of all episodes, added up."""
+    """The sum of the probabilities of all episodes."""
     rollout = conversations.rollout(
         case.policy, case.episodes, model=case.model, temperature=TEMPERATURE
     )
@@ -143,7 +144,7 @@ def chance_of_all(case: Case) -> float:
 
 
 def algorithm_of(recipe: Recipe, *, case: Case) -> PolicyGradient:
-    """The recipe in this world."""
+    """The algorithm of a recipe in this world."""
     shape: dict[str, Any] = {
         **vars(recipe),
         "model": case.model,
@@ -159,7 +160,7 @@ def algorithm_of(recipe: Recipe, *, case: Case) -> PolicyGradient:
 
 
 def scored_of(case: Case, claim: Claim) -> Scored:
-    """Every episode once, as `make_experience` has it before the algorithm's own."""
+    """Every episode once, scored as in `make_experience`."""
     recipe, episodes = claim.recipe, case.episodes
     if claim.observed:
         began = jnp.cumsum(episodes.response_mask, axis=1) > 0
@@ -191,7 +192,7 @@ def scored_of(case: Case, claim: Claim) -> Scored:
 
 
 def measured(case: Case, claim: Claim) -> enumerable.Float64:
-    """The expected ascent of the loss of a run, a number per parameter."""
+    """The expected ascent direction of a run's loss, one number per parameter."""
     algorithm = algorithm_of(claim.recipe, case=case)
     group = algorithm.rows_per_prompt
     rows = jnp.arange(len(case.totals))
@@ -203,7 +204,7 @@ def measured(case: Case, claim: Claim) -> enumerable.Float64:
         chance = case.episodes.chance * jnp.exp(sampled.sum(axis=1))
 
         def of_minibatches(members: Array) -> Params:
-            """Of [M, G] episodes, each minibatch by its probability."""
+            """The gradient over [M, G] episodes, weighted by probability."""
             bare = dataclasses.replace(scored, kl_stats={})
             chosen = jax.tree.map(lambda leaf: leaf[members.reshape(-1)], bare)
             made, _ = algorithm.experience(chosen, kl_coef=jnp.float32(BETA))

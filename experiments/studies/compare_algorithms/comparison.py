@@ -1,7 +1,7 @@
-"""What a comparison of algorithms comes to: figures, tables and a plot.
+"""Figures, tables and a plot of a comparison of algorithms.
 
-A row is of one run or one n: "algorithm", "seed", "kl" [nats per response] and MEASURED
-of `overoptimisation`; those of best-of-n have "n" and "kl_bound" too.
+A row describes one run or one n: "algorithm", "seed", "kl" [nats per response] and
+MEASURED of `overoptimisation`; rows of best-of-n also have "n" and "kl_bound".
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COLOURS = {
 
 
 def label(row: Row) -> str:
-    """How a row is called in tables and legends."""
+    """The name of a row in tables and legends."""
     n = f" {row['n']}" if "n" in row else ""
     return LABELS[row["algorithm"]] + n
 
@@ -48,19 +48,19 @@ def summarise(
     *,
     kl_coef: float,
 ) -> dict[str, Any]:
-    """From rows to figures.
+    """Computes the figures of a comparison.
 
     Args:
-      points: of the runs along training, with their "step".
-      before: of the references, a row a seed.
-      after: of the runs at their end, and of best-of-n for every n.
+      points: rows of the runs along training, with their "step".
+      before: rows of the references, one per seed.
+      after: rows of the finished runs, and of best-of-n for every n.
       kl_coef: β of the net objectives, reward units per nat.
 
     Returns:
-      "reference": means over seeds. "policies": of each algorithm and each n the means
-      over seeds, and the values "of_seeds", of what was measured, of the net
-      objectives, gold or score less β·KL, and of the lead in gold over best-of-n
-      (`lead`). "paths": of each algorithm those means along training.
+      "reference": means over seeds. "policies": for each algorithm and each n, means
+      over seeds and the values "of_seeds" of the measures, of the net objectives (gold
+      or score minus β·KL) and of the lead in gold over best-of-n (`lead`). "paths": the
+      means of each algorithm along training.
     """
     base = {row["seed"]: row for row in before}
     best = {
@@ -100,17 +100,17 @@ def summarise(
 
 
 def lead(row: Row, reference: Row, best: Sequence[Row]) -> float | None:
-    """Gold of a policy over that of best-of-n at the same KL, gold units.
+    """Gold of a policy minus that of best-of-n at the same measured KL, gold units.
 
-    Best-of-n is taken as linear in √KL between its n, as it is measured.
+    Between its n, best-of-n is interpolated linearly in √KL.
 
     Args:
-      row: of the policy.
-      reference: of the same seed, at a KL of 0.
-      best: of best-of-n, of the same seed.
+      row: row of the policy.
+      reference: row of the reference with the same seed, at a KL of 0.
+      best: rows of best-of-n with the same seed.
 
     Returns:
-      None where the policy is farther than the largest n.
+      None if the policy has a larger KL than the largest n.
     """
     curve = sorted((max(of["kl"], 0.0) ** 0.5, of["gold"]) for of in best)
     at = max(row["kl"], 0.0) ** 0.5
@@ -121,7 +121,7 @@ def lead(row: Row, reference: Row, best: Sequence[Row]) -> float | None:
 
 
 def tell(figures: Mapping[str, Any], *, kl_coef: float) -> None:
-    """The figures of `summarise` as tables."""
+    """Prints the figures of `summarise` as tables."""
     rows = [
         ("reference", {name: [value] for name, value in figures["reference"].items()}),
         *((name, of["of_seeds"]) for name, of in figures["policies"].items()),

@@ -3,7 +3,7 @@
     python experiments studies.compare_algorithms.figures runs/compare
 
 Writes figures.json and plots/comparison.png into the sweep's folder: gold and score
-against √KL, net objectives, and gold over that of best-of-n at the same KL.
+against √KL, net objectives, and the lead in gold over best-of-n at the same KL.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from studies.compare_algorithms import comparison
 
 
 def main(options: finished.Options) -> None:
-    """Tells and draws what a sweep of algorithms has come to."""
+    """Prints and plots the figures of a sweep of algorithms."""
     runs = finished.complete(finished.runs_of(options.sweep))
     finished.check_apart(runs, option="algorithm")
     before, after, points = [], [], []

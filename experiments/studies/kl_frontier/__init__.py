@@ -1,1 +1,1 @@
-"""What the KL penalty buys, and three failures that come without it."""
+"""The effect of the KL penalty, and three failures without it."""

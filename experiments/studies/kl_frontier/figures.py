@@ -3,8 +3,8 @@
     python experiments studies.kl_frontier.figures runs/frontier
 
 Writes figures.json, plots/frontier.png and plots/objective.png into the sweep's folder:
-the fit of gold against √KL (Gao et al. 2022), net objectives, and in how many seeds
-each of three failures is seen.
+the fit of gold against √KL (Gao et al. 2022), net objectives, and the number of seeds
+with each of three failures.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from studies.kl_frontier import overoptimisation
 
 
 def main(options: finished.Options) -> None:
-    """Tells and draws what a sweep of β has come to."""
+    """Prints and plots the figures of a sweep of β."""
     runs = finished.complete(finished.runs_of(options.sweep))
     finished.check_apart(runs, option="kl_coef")
     before, after, points = [], [], []

@@ -1,8 +1,8 @@
-"""What a sweep over β comes to: the fit of Gao et al., failures, tables and plots.
+"""The figures of a sweep over β: the fit of Gao et al., failures, tables and plots.
 
     gold(d) - gold(0) = d (α - β' log d),    d = sqrt(KL)          Gao et al. 2022
 
-A row is of one run: "seed", "kl_coef", "kl" [nats per response] and MEASURED.
+A row describes one run: "seed", "kl_coef", "kl" [nats per response] and MEASURED.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FAILURES = {
     "distinct": "collapsed",
 }
 LEAST_SHARE = (
-    0.8  # as alarms.Limits.distinct: a failure below this share of the reference
+    0.8  # of the reference's value, below which a run fails; as alarms.Limits.distinct
 )
 
 
@@ -47,11 +47,11 @@ class Fit(NamedTuple):
 
 
 def fit(kl: Floats, gain: Floats) -> Fit | None:
-    """Least squares of gold's gain over its value at KL 0.
+    """Fits the gain in gold over its value at KL 0 by least squares.
 
     Args:
-      kl: float[N], nats per response. An estimate that is not positive has no
-        logarithm and is left out.
+      kl: float[N], nats per response. Estimates that are not positive have no logarithm
+        and are dropped.
       gain: float[N], gold units.
 
     Returns:
@@ -72,20 +72,20 @@ def fit(kl: Floats, gain: Floats) -> Fit | None:
 def summarise(
     points: Sequence[Row], before: Sequence[Row], after: Sequence[Row]
 ) -> dict[str, Any]:
-    """From rows to figures.
+    """Computes the figures of a sweep.
 
     Args:
-      points: of all runs along training.
-      before: of the references, a row a seed.
-      after: of all runs at their end.
+      points: rows of all runs along training.
+      before: rows of the references, one per seed.
+      after: rows of all finished runs.
 
     Returns:
-      "reference": means over seeds. "kl_coefs": of each β the means over seeds, and
-      the values "of_seeds", of what was measured, of the gains over the reference and
-      of the net objectives, gold or score less β·KL; in how many seeds each of
-      `FAILURES` is seen; and the "fit" of its runs from first to last step. "fit": of
-      all runs. "peak": the β of the best mean net objective. "three_failures": β = 0
-      has all three in every seed. "prevented_by": the β with none in any seed.
+      "reference": means over seeds. "kl_coefs": for each β, means over seeds and the
+      values "of_seeds" of the measures, of the gains over the reference and of the net
+      objectives (gold or score minus β·KL); the number of seeds with each of
+      `FAILURES`; and the "fit" of its runs. "fit": the fit of all runs. "peak": the β
+      with the best mean net objective. "three_failures": whether β = 0 has all three in
+      every seed. "prevented_by": the β without failures in any seed.
     """
     base = {row["seed"]: row for row in before}
 
@@ -140,7 +140,7 @@ def summarise(
 
 
 def tell(figures: Mapping[str, Any]) -> None:
-    """The figures of `summarise` as tables."""
+    """Prints the figures of `summarise` as tables."""
     reference, of_betas = figures["reference"], figures["kl_coefs"]
     seeds = figures["num_seeds"]
     report.table(
@@ -197,8 +197,8 @@ def plots(folder: Path, rows: Sequence[Row], figures: Mapping[str, Any]) -> None
     """Draws folder/plots/frontier.png and objective.png.
 
     Args:
-      rows: of all runs in the order of their steps, the end included.
-      figures: by `summarise`.
+      rows: rows of all runs in the order of their steps, the last one included.
+      figures: the figures of `summarise`.
     """
     (folder / "plots").mkdir(exist_ok=True)
     _frontier(rows, figures).savefig(folder / "plots" / "frontier.png", dpi=150)

@@ -1,1 +1,1 @@
-"""What the choice of the KL does: two sweeps, and the answers that they give."""
+"""The effect of the choice of the KL penalty: two sweeps and their figures."""

@@ -1,8 +1,8 @@
 """The sweep of `kl_in_practice` on sums of three digits, with a verifier.
 
-Advantages are not whitened, losses are sums over responses, GRPO's baseline is the mean
-of the others in a group (RLOO's), and there is one update on a batch, so that every
-choice has the gradient that it is named for, at the β that is given.
+Advantages are not whitened, losses are sums over responses, GRPO's baseline is RLOO's
+(the mean of the others in a group), and each batch has one update. So every choice has
+its named gradient at the given β.
 """
 
 from choices import grid as choices_at

@@ -1,4 +1,4 @@
-"""Every choice of estimator, placement and direction whose gradient is its own."""
+"""The choices of estimator, placement and direction with different gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_jax.functional.kl.penalty import Penalty
 
 NONE = "none"  # without a penalty, β = 0
-# The gradient of k1 in the reward, and on older samples still that of KL(π ‖ π_ref).
+# Has the gradient of KL(π ‖ π_ref), as k1 in the reward, and keeps it on older samples.
 WEIGHTED = "weighted k2 response"
 WEIGHTED_K2 = Penalty(
     "k2", placement="loss", per="response", importance_weights="prefix"
@@ -17,11 +17,12 @@ WEIGHTED_K2 = Penalty(
 
 
 def distinct() -> dict[str, Penalty]:
-    """{"k1 reward": penalty}, the first of each expected gradient.
+    """{"k1 reward": penalty}, the first choice of each expected gradient.
 
-    Estimates are per token, and those of a forward KL have the weight of their token.
-    Of choices with one expected gradient the reverse KL, the reward and the simplest
-    estimator come first: exact KL in the loss is k2 in the loss, without its noise.
+    Estimates are per token; sampled estimates of a forward KL have the weight of their
+    token. Among choices with the same expected gradient the reverse KL, the reward and
+    the simplest estimator come first: exact KL in the loss is k2 in the loss without
+    noise.
     """
     chosen: dict[str, tuple[str, Penalty]] = {}
     for direction, placement, estimator in itertools.product(

@@ -1,21 +1,21 @@
-"""The answers of `kl_in_practice`, from its two sweeps.
+"""The figures of `kl_in_practice`, from its two sweeps.
 
     python experiments studies.kl_in_practice.figures runs/kl_in_practice/language
     python experiments studies.kl_in_practice.figures runs/kl_in_practice/arithmetic
 
-Writes figures.json and plots/frontier.png into the sweep's folder. Of every choice at
-every β, means over seeds with 95% intervals:
+Writes figures.json and plots/frontier.png into the sweep's folder. For every choice at
+every β it has means over seeds with 95% intervals:
 
     gold, kl, entropy    at the end of a run
-    fall                 of gold below the best it had before, gold units: stability.
-                         Of means of three looks; a policy that stands still falls by
-                         about one standard error of a look
-    gradient             the greatest norm of a step over the median of the run
-    tokens               sampled until gold passed a half of the best mean gain of the
-                         sweep, of the seeds that did
-    lead                 gold at the last look above that of the unpenalised run of the
-                         seed where that had come to the same KL: what β has over
-                         stopping early
+    fall                 largest fall of gold below its previous best, gold units: a
+                         measure of stability. It uses means of three evaluations; a
+                         constant policy falls by about one standard error of one
+    gradient             largest gradient norm of a step over the median of the run
+    tokens               tokens sampled until gold passed half of the best mean gain of
+                         the sweep, over the seeds that did
+    lead                 gold at the last evaluation minus that of the seed's
+                         unpenalised run at the same KL: the gain of the penalty over
+                         early stopping
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from studies.kl_in_practice import choices
 
 Row = Mapping[str, Any]
 MEASURED = ("gold", "kl", "entropy", "fall", "gradient", "tokens", "lead")
-LAST = 5  # steps of which the entropy at the end is the mean
+LAST = 5  # number of final steps over which the entropy is averaged
 NONE = "none"  # the choice at β = 0
 MARKERS = {"reward": "o", "loss": "s", "both": "^", "response": "*"}
 
@@ -45,10 +45,10 @@ MARKERS = {"reward": "o", "loss": "s", "both": "^", "response": "*"}
 
 
 def measured(run: Finished, *, target: float, unpenalised: Finished | None) -> Row:
-    """The figures of a run, None where it has none.
+    """The figures of a run, None where a figure is undefined.
 
     Args:
-      target: gold whose price in tokens is asked.
+      target: the gold score for `tokens_to`.
       unpenalised: the run of the same algorithm and seed with β = 0.
     """
     rows = metrics.read(run.folder / "metrics.jsonl")
@@ -70,14 +70,14 @@ def measured(run: Finished, *, target: float, unpenalised: Finished | None) -> R
 def tokens_to(
     target: float, path: Sequence[Row], rows: Sequence[Row], *, batch_size: int
 ) -> float | None:
-    """Response tokens sampled before gold on the way was first at the target.
+    """Response tokens sampled before gold first reached the target.
 
     Args:
-      path: rows of gold on the way, by step.
-      rows: of metrics.jsonl, with the mean length of each step's responses.
+      path: rows with gold along training, by step.
+      rows: rows of metrics.jsonl, with the mean response length of each step.
 
     Returns:
-      None where it never was.
+      None if gold never reached the target.
     """
     lengths = [row["response/length"] * batch_size for row in rows]
     for row in path:
@@ -87,12 +87,12 @@ def tokens_to(
 
 
 def lead(run: Finished, unpenalised: Finished) -> float | None:
-    """Gold above that of the unpenalised run where it came to the same KL.
+    """Gold minus that of the unpenalised run when it first had the same KL.
 
-    Linear in √KL between its rows, up to the first row beyond that KL.
+    The unpenalised run is interpolated linearly in √KL between its rows.
 
     Returns:
-      None where the unpenalised run never came so far, or the run is at no KL.
+      None if the unpenalised run never had this KL.
     """
     own, path = run.points()[-1], unpenalised.points()
     at = max(own["kl"], 0.0) ** 0.5
@@ -111,10 +111,10 @@ def lead(run: Finished, unpenalised: Finished) -> float | None:
 
 
 def summarise(runs: Sequence[Finished]) -> dict[str, Any]:
-    """From runs to figures.
+    """Computes the figures of a sweep.
 
     Returns:
-      "target"; "cells": of each cell of the sweep its algorithm, choice, β, and the
+      "target"; "cells": for each cell of the sweep its algorithm, choice, β, and the
       estimates of MEASURED with their values by seed.
     """
     free = {
@@ -158,12 +158,12 @@ def summarise(runs: Sequence[Finished]) -> dict[str, Any]:
 
 
 def algorithm_of(run: Finished) -> str:
-    """As the sweep calls it: RLOO's baseline is GRPO's here."""
+    """The algorithm's name in the sweep, where GRPO has RLOO's baseline."""
     return "ppo" if run.config["algorithm"] == "ppo" else "grpo"
 
 
 def choice_of(run: Finished) -> str:
-    """As "k1 reward"; `NONE` at β = 0."""
+    """The name of the choice, as in "k1 reward"; `NONE` at β = 0."""
     if run.config["kl_coef"] == 0:
         return NONE
     penalty = run.config["penalty"]
@@ -174,7 +174,7 @@ def choice_of(run: Finished) -> str:
 
 
 def tell(figures: Row) -> None:
-    """The figures of `summarise` as two tables of each algorithm."""
+    """Prints the figures of `summarise` as two tables per algorithm."""
     cells = figures["cells"].values()
     for algorithm in dict.fromkeys(of["algorithm"] for of in cells):
         for names in (MEASURED[:3], MEASURED[3:]):
@@ -204,7 +204,7 @@ def _cell(row: Row | None) -> str:
 
 
 def draw(figures: Row, runs: Sequence[Finished]) -> Figure:
-    """Gold against √KL, a panel an algorithm: choices along β, and β = 0 on its way."""
+    """Plots gold against √KL, one panel per algorithm, and β = 0 along training."""
     cells = list(figures["cells"].values())
     algorithms = list(dict.fromkeys(of["algorithm"] for of in cells))
     choices = [c for c in dict.fromkeys(of["choice"] for of in cells) if c != NONE]
@@ -270,7 +270,7 @@ def draw(figures: Row, runs: Sequence[Finished]) -> Figure:
 
 
 def main(options: finished.Options) -> None:
-    """Tells and draws what a sweep of choices has come to."""
+    """Prints and plots the figures of a sweep of choices."""
     runs = finished.runs_of(options.sweep)
     figures = summarise(runs)
     tell(figures)

@@ -1,9 +1,9 @@
 """The sweep of `kl_in_practice` on the quickstart's language, against a reward model.
 
-Advantages are not whitened, losses are sums over responses, and GRPO's baseline is the
-mean of the others in a group (RLOO's), so that the first update on a batch has the
-gradient that the choice is named for, at the β that is given. As in practice there are
-more updates on a batch, here four, of which three are at a policy that has moved on.
+Advantages are not whitened, losses are sums over responses, and GRPO's baseline is
+RLOO's (the mean of the others in a group), so the first update on a batch has the named
+gradient of the choice at the given β. As is usual, each batch has more updates: four,
+three of them after the policy has moved.
 """
 
 from choices import grid as choices_at

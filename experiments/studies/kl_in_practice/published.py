@@ -1,4 +1,4 @@
-"""What the field has published about the choice of the KL, as claims of a sweep."""
+"""Published statements about the choice of the KL, as claims of a sweep."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BOTH: tuple[World, ...] = ("language", "arithmetic")
 
 
 class Published(NamedTuple):
-    """A claim, borne out by greater > factor · less - margin."""
+    """A claim, which holds if greater > factor · less - margin."""
 
     source: str
     says: str
@@ -111,7 +111,7 @@ PUBLISHED = (
 def claims_at(
     kl_coefs: Sequence[float], *, algorithms: Sequence[str], world: World
 ) -> dict[str, str]:
-    """The claims of a sweep: each published one, of each algorithm at each β."""
+    """The claims of a sweep: every published claim, for each algorithm and β."""
     claims = {}
     for one in PUBLISHED:
         if world not in one.worlds:

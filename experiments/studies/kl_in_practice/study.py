@@ -1,16 +1,15 @@
-"""What the choice of the KL does: every choice × β × 5 seeds, PPO and GRPO, two worlds.
+"""Does the choice of the KL matter? Every choice × β × 5 seeds, by PPO and GRPO.
 
     python experiments studies.kl_in_practice.study --out runs/kl_in_practice
 
-Two sweeps of 550 runs (`language.py` against a reward model, `arithmetic.py` with a
-verifier), and their figures: the 17 choices of estimator, placement and direction whose
-expected gradient is their own (`choices.py`) and the weighted square of responses, at
-three β, and β = 0. The field's claims
-about them (`published.py`) are answered in each sweep's results.json. The same command
-goes on where it was stopped. References and reward models are made once, in
-runs/prepared.
+The study makes two sweeps of 550 runs (`language.py` against a reward model,
+`arithmetic.py` with a verifier) and their figures. The sweeps cover the 17 choices of
+estimator, placement and direction with different expected gradients (`choices.py`) and
+the weighted k2 of responses, at three β, and β = 0. Each sweep's results.json answers
+the published claims (`published.py`). After an interruption the same command resumes.
+References and reward models are trained once, in runs/prepared.
 
-About two hours of two idle CPU cores; recorded in experiments/recorded/kl_in_practice.
+Expect about two hours on two idle CPU cores; recorded in recorded/kl_in_practice.
 """
 
 from __future__ import annotations
@@ -36,18 +35,18 @@ class Options:
     out: Path
     """Folder of both sweeps."""
     jobs: int = 2
-    """Processes at a time; each compiles every program once."""
+    """Number of processes; each compiles every program once."""
 
 
 def main(options: Options) -> None:
-    """Runs what is left of both sweeps, and tells what they have come to."""
+    """Runs the unfinished runs of both sweeps and prints the figures."""
     failed = []
     for world in WORLDS:
         file = Path(__file__).with_name(f"{world}.py")
         out = options.out / world
         try:
             sweep.main(sweep.Config(file=file, out=out, jobs=options.jobs, map=True))
-        except StopError as error:  # some runs failed, and the others are complete
+        except StopError as error:  # some runs failed, the others are complete
             failed.append(str(error))
         figures.main(finished.Options(out))
     if failed:

@@ -26,7 +26,7 @@ ESTIMATORS = PER_TOKEN | PER_RESPONSE
 
 
 def tables(summary: Mapping[str, Any]) -> None:
-    """Prints the three."""
+    """Prints the tables of the three pictures."""
     words = summary["six_words"]
     report.table(
         "1. KL over six tokens, nats: π log(π/π_ref) of each, and their sum",
@@ -110,7 +110,7 @@ def _draw_estimators(rows: Sequence[Row]) -> Figure:
         stds = np.array([row[f"{name} std"] for row in rows])
         means = np.array([row[f"{name} mean"] for row in rows])
         exact = np.array([row["exact mean"] for row in rows])
-        # Of one token nothing but the prompt varies, and that is one word.
+        # The exact KL of one token depends only on the prompt, which never changes.
         varies = stds > 1e-6
         (line,) = spread.plot(
             np.array(lengths)[varies],

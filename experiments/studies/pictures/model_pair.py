@@ -1,4 +1,4 @@
-"""A policy and a reference of one shape: their responses and log-probs."""
+"""Responses and log-probs of a policy and a reference of one shape."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Params = Any
 
 
 class Pair(NamedTuple):
-    """Policy and reference, of one shape."""
+    """A policy and a reference of one shape."""
 
     policy: Params
     reference: Params
@@ -34,7 +34,7 @@ def answer(
     key: Array,
     max_new_tokens: int,
 ) -> Array:
-    """i32[B, P + R]: every row of i32[B, P] with a response of R tokens."""
+    """i32[B, P + R]: every row of i32[B, P], followed by a response of R tokens."""
     rows = tokens.shape[0]
     prompts = Prompts(
         tokens=tokens,

@@ -1,1 +1,1 @@
-"""One policy trained in one world: what the sweeps of the studies start."""
+"""Programs that train one policy in one world; the sweeps of the studies run them."""

@@ -1,10 +1,10 @@
-"""The algorithms that make a policy, each as its loop sees it.
+"""The algorithms that train a policy, behind one interface.
 
     trainer.start(reference) ─> state ─update(batches[step])─> state ─> policy
 
-A trainer is the wiring of an algorithm to the language of the quickstart. What samples,
-epochs, minibatches and policy learning rate are to PPO they are to GRPO and RLOO; DPO
-has as many responses from the reference, and takes as many updates on them.
+A trainer connects an algorithm to the language of the quickstart. PPO, GRPO and RLOO
+have the same samples, epochs, minibatches and policy learning rate. DPO has as many
+responses, from the reference, and takes as many updates on them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Params = Any
 
 
 class Trainer(NamedTuple):
-    """An algorithm as the loop sees it."""
+    """The interface of an algorithm to the training loop."""
 
     num_steps: int
     # (reference, kl_coef) -> the state before the first step
@@ -60,8 +60,8 @@ class Trainer(NamedTuple):
     # responses or None); donates the state.
     update: Callable[..., tuple[Any, masked.Stats, Scored | None]]
     policy: Callable[[Any], Params]  # of a state
-    # A draw of `RolloutQueue`; with one, the batch of `update` is the rollout. None
-    # draws inside `update`, with the policy of the step.
+    # The draw of a `RolloutQueue`, whose rollout is then the batch of `update`. None:
+    # `update` draws with the policy of the step.
     draw: Draw | None = None
 
 
@@ -70,10 +70,10 @@ def trainer_of(options: Config) -> Trainer | None:
     """The trainer of an algorithm, whose programs are compiled once.
 
     Args:
-      options: `Config.of_programs` of a run; equal ones share a trainer.
+      options: `Config.of_programs` of a run; equal options share a trainer.
 
     Returns:
-      None of best-of-n.
+      None for best-of-n.
     """
     algorithm = dataclasses.replace(
         quickstart.algorithm_of(options),
@@ -97,7 +97,7 @@ def trainer_of(options: Config) -> Trainer | None:
 
 
 def _by_ppo(algorithm: ppo.PPO, *, options: Config) -> Trainer:
-    """PPO with a critic, a response to each prompt."""
+    """PPO with a critic and one response per prompt."""
 
     def start(reference: Params, kl_coef: float) -> TrainState:
         return state.ppo_state(
@@ -113,10 +113,10 @@ def _by_ppo(algorithm: ppo.PPO, *, options: Config) -> Trainer:
 
 
 def _by_groups(baseline: Baseline, algorithm: ppo.PPO, *, options: Config) -> Trainer:
-    """GRPO or RLOO, whose other options are those of the PPO.
+    """GRPO or RLOO; the other options are those of the PPO.
 
-    Nothing is divided by the deviation of a group, by which β would mean another thing
-    in every group.
+    Advantages are not divided by the std of a group, which would scale β differently in
+    every group.
     """
     groups = grpo.GRPO(
         baseline=baseline,
@@ -135,8 +135,8 @@ def _by_groups(baseline: Baseline, algorithm: ppo.PPO, *, options: Config) -> Tr
         stop_ids=algorithm.stop_ids,
         **options.regulariser.of_recipe,
     )
-    # The mean of its group holds the response itself, and so (G - 1)/G of its reward
-    # counts: with as much of a β in the loss the optimum is that of the others.
+    # The group mean includes the response itself, which scales its reward by (G - 1)/G.
+    # Scaling β in the loss alike gives the optimum of the other algorithms.
     share = 1.0
     if baseline == "group" and algorithm.penalty.placement == "loss":
         share = 1 - 1 / options.group_size
@@ -223,14 +223,14 @@ def _online(
 
 
 def _correction(options: Config) -> SamplerCorrection:
-    """What corrects for an older sampler."""
+    """The correction for an older sampler."""
     if not options.staleness or options.correction == "ratio":
         return Ratio()
     return Truncate() if options.correction == "truncate" else Recompute()
 
 
 def _by_dpo(algorithm: ppo.PPO, *, options: Config) -> Trainer:
-    """DPO on pairs of the reference's answers that the reward model labels."""
+    """DPO on pairs of the reference's responses, labelled by the reward model."""
     updates = options.num_steps * options.num_epochs * options.num_minibatches
     pairwise = dpo.DPO(
         model=algorithm.model,
@@ -254,7 +254,7 @@ def _by_dpo(algorithm: ppo.PPO, *, options: Config) -> Trainer:
         reward: Reward,
         key: Array,
     ) -> tuple[SupervisedState, masked.Stats, None]:
-        del reward, key  # both have had their part in the pairs
+        del reward, key  # both were used to sample and label the pairs
         return *dpo.update(train, batch=batch, dpo=pairwise, reference=reference), None
 
     return Trainer(
@@ -277,9 +277,9 @@ def pairs_of(
     draw: Callable[..., tuple[Rollout, Array]],
     options: Config,
 ) -> list[Pair]:
-    """Pairs of the reference's answers, P(a is chosen) = σ(score(a) - score(b))."""
+    """Pairs of the reference's responses, P(a is chosen) = σ(score(a) - score(b))."""
     prompts = _prompts(models, samples_per_prompt=2, options=options)
-    # A stream of its own: that of the seed labelled the reward model's pairs.
+    # A separate stream: the seed's own stream labelled the reward model's pairs.
     rng, pairs = np.random.default_rng((models.seed, 1)), []
     for step in range(options.num_steps):
         answered, scores = draw(
@@ -309,7 +309,7 @@ def sampled(
     algorithm: ppo.PPO,
     group_size: int,
 ) -> tuple[Rollout, Array]:
-    """Answers, and their scores f32[B] as all are trained, or chosen, by them."""
+    """Samples responses and returns them with the shaped scores of training, f32[B]."""
     answered = preparation.answers_of(
         policy, algorithm=algorithm, prompts=prompts, key=key, group_size=group_size
     )

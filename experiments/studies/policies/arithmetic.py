@@ -1,23 +1,23 @@
-"""One policy that learns to add from a verifier alone: no reward model.
+"""Trains one policy to add from a verifier alone, without a reward model.
 
     python experiments studies.policies.arithmetic --out runs/arithmetic
 
     <3+4+5>  ->  12.            three digits, their sum, and a stop
 
-What the sweeps of `grpo_arithmetic` and `kl_in_practice` start. A small decoder is
-fine-tuned on worked examples until it knows the form, and gets some of the sums right:
-that is the reference, made once for all runs of a seed (--prepared). Then it responds
-to each prompt eight times, a verifier compares the last integer of each response with
-the sum, and GRPO raises what was right above what was wrong, less β·KL to the
-reference. A fifth of the 1000 triples is held out of both stages. PPO has a critic and
-a response to each prompt.
+The sweeps of `grpo_arithmetic` and `kl_in_practice` run this program. A small decoder
+is fine-tuned on worked examples until it knows the form and gets some sums right. This
+is the reference, trained once for all runs of a seed (--prepared). Then it responds
+eight times to each prompt, a verifier compares the last integer of each response with
+the sum, and GRPO makes right responses more likely than wrong ones, with a β·KL penalty
+to the reference. A fifth of the 1000 triples is held out of both stages. PPO has a
+critic and one response per prompt.
 
 summary.json has "reference" and "policy": the share of held-out triples that is right,
-greedy and sampled ("gold"), of those in training ("train", greedy), and the KL in nats
-per response. samples.jsonl has "gold" and the KL on the way.
+greedy and sampled ("gold"), that of training triples ("train", greedy), and the KL in
+nats per response. samples.jsonl has "gold" and the KL along training.
 
-It takes 5.5 minutes on one CPU core. Expect of seed 0, greedy: the reference 0.29, the
-policy 0.995 of the held-out triples, at a KL of 1.8 nats.
+A run takes 5.5 minutes on one CPU core. Expect for seed 0, greedy: 0.29 of the held-out
+triples with the reference and 0.995 with the policy, at a KL of 1.8 nats.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from studies.policies.sums.training import (
 Array = jax.Array
 Params = Any
 Row = dict[str, Any]
-SHOWN = 2  # responses in samples.jsonl each time
+SHOWN = 2  # responses that samples.jsonl gets at a time
 
 
 def improve(
@@ -58,11 +58,11 @@ def improve(
     job: run.Run,
     options: Config,
 ) -> Params:
-    """The policy: verified responses, less β·KL to the reference.
+    """Trains the policy on verified responses, with a β·KL penalty to the reference.
 
     Args:
-      rows: sums to learn from.
-      held_out: sums that are read on the way.
+      rows: sums to train on.
+      held_out: sums to evaluate along training.
     """
     prompts = prompts_of(
         rows,
@@ -75,9 +75,9 @@ def improve(
     measure = functools.partial(scores.sampled, algorithm=programs.algorithm)
     start = programs.start(reference.stored, options.kl_coef)
     stage_state = {"train": start, "reference": reference, "root_key": key}
-    held = options.regulariser
+    regulariser = options.regulariser
     with job.stage(
-        options.algorithm, stage_state, meta={}, moving=held.moving
+        options.algorithm, stage_state, meta={}, moving=regulariser.moving
     ) as stage:
         train = stage.state["train"]
         for step in stage.steps():
@@ -96,7 +96,7 @@ def improve(
                 key=step_key,
             )
             stage.state["train"] = train
-            stage.state["reference"] = held.moved(
+            stage.state["reference"] = regulariser.moved(
                 stage.state["reference"], train.policy
             )
             if sample_rows:
@@ -108,12 +108,12 @@ def improve(
 
 
 def right(prompt: str, response: str) -> float:
-    """1 where the response is the sum and its stop, else 0."""
+    """1 if the response is the sum and the stop, else 0."""
     return float(response == f"{sum(int(d) for d in prompt if d.isdigit())}.")
 
 
 def keys_of(seed: int) -> tuple[Array, Array]:
-    """Of the iterations, and of what is measured."""
+    """The keys of the iterations and of the evaluations."""
     root = jax.random.key(seed)
     return jax.random.fold_in(root, 1), jax.random.fold_in(root, 2)
 
@@ -127,7 +127,7 @@ def main(options: Config) -> None:
         reference = frozen.freeze(
             reference_of(options, learned, check=job.interrupt.check)
         )
-        job.interrupt.check()  # no step of a stage may come to notice
+        job.interrupt.check()  # there may be no step left that checks
         policy = improve(
             reference,
             learned,

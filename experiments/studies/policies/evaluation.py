@@ -1,4 +1,4 @@
-"""Rows about responses to held-out prompts: of policies, and of best-of-n."""
+"""Evaluates policies and best-of-n on held-out prompts."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Row = dict[str, Any]
 
 @functools.cache
 def programs_of(options: Config) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What measures responses of a policy, and what draws those of best-of-n.
+    """The programs that measure a policy's responses and draw those of best-of-n.
 
     Args:
-      options: `Config.of_measuring` of a run; equal ones share their programs.
+      options: `Config.of_measuring` of a run; equal options share their programs.
     """
     algorithm = quickstart.algorithm_of(options)
 
@@ -75,16 +75,16 @@ def look(
     options: Config,
     responses_per_prompt: int = 1,
 ) -> Row:
-    """A row about held-out prompts.
+    """Measures a policy on held-out prompts.
 
     Args:
       policy: the parameters that respond.
-      num_answers: in all.
-      responses_per_prompt: of these, how many each prompt has.
+      num_answers: total number of responses.
+      responses_per_prompt: number of responses to each prompt.
 
     Returns:
-      "score" as the policy is trained by it, "unshaped_score" of the reward model
-      alone, "kl" by k1 in nats per response, and `preparation.judgement`.
+      "score" with the shaping of training, "unshaped_score" of the reward model alone,
+      "kl" by k1 in nats per response, and `preparation.judgement`.
     """
     measure, _ = programs_of(options.of_measuring())
     prompts = preparation.prompts_of(
@@ -110,9 +110,9 @@ def look(
 
 
 def best_of(models: SeedModels, *, options: Config) -> list[Row]:
-    """Best-of-n for every n, from two sets of the largest n samples of each prompt.
+    """Measures best-of-n for every n, with two sets of max(n) samples per prompt.
 
-    Each set is chosen from, and the other tells what its choice cost.
+    The best response is chosen from each set; the other set estimates the choice's KL.
     """
     _, draw = programs_of(options.of_measuring())
     most = max(options.best_of)
@@ -153,8 +153,8 @@ def best_of(models: SeedModels, *, options: Config) -> list[Row]:
 
 
 def judgement(answered: Rollout, *, num_prompts: int, batch_size: int) -> Row:
-    """What judge and grammar say, batch by batch, of answers by prompt."""
-    # Answers to one prompt apart, so that a batch holds as many prompts as there are.
+    """`preparation.judgement` of responses that are sorted by prompt."""
+    # Responses to one prompt go to different batches, which so have the most prompts.
     rows = len(answered.tokens)
     order = np.arange(rows).reshape(num_prompts, -1).T.reshape(-1)
     return preparation.judgement(

@@ -1,7 +1,7 @@
-"""Arrays that several runs share, made by the first of them that comes.
+"""Arrays that several runs share, created by the first run that needs them.
 
-FOLDER/arrays.safetensors     there once they are made
-FOLDER/made.lock              held by the run that makes them
+FOLDER/arrays.safetensors     the arrays, written whole
+FOLDER/made.lock              held by the run that creates them
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ Arrays = Mapping[str, Any]  # dicts of arrays within dicts
 def made_once(
     folder: Path, make: Callable[[], Arrays], *, check: Callable[[], None]
 ) -> Arrays:
-    """What `make` returns, from the disk where it was made before.
+    """Returns the arrays of `make`, read from disk if they were created before.
 
-    Runs that begin at once wait for the first. One that is killed leaves its folder to
-    the next, which makes them again, or goes on where `make` can.
+    Runs that start at once wait for the first. If it is killed, the next run calls
+    `make` again, which may resume in the same folder.
 
     Args:
-      folder: of these arrays alone.
-      make: returns arrays of JAX or NumPy.
-      check: called while another run is waited for; raises where this one is to stop.
+      folder: a folder for these arrays alone.
+      make: returns JAX or NumPy arrays.
+      check: called while waiting for another run; it raises if this run should stop.
 
     Returns:
-      The same to the last bit, of NumPy.
+      NumPy arrays, equal to those of `make` to the last bit.
 
     Raises:
-      InputError: the file is there and cannot be read.
+      InputError: the file exists and cannot be read.
     """
     file = folder / "arrays.safetensors"
     if not file.exists():
@@ -67,14 +67,14 @@ def made_once(
 def folder_of(
     prepared: Path, world: str, options: RunConfig, *further: int | str
 ) -> Path:
-    """The folder of what the runs of a seed share: `world`_DIGEST/seed_N.
+    """The folder that the runs of a seed share: `world`_DIGEST/seed_N.
 
     Args:
-      prepared: where such folders are.
-      world: the first part of its name.
-      options: of the run that makes it. Those that change nothing of the result are not
-        in the digest, and the versions of the library and of JAX are.
-      further: what else it depends on.
+      prepared: the parent of such folders.
+      world: the first part of the folder's name.
+      options: options of the run that creates the arrays. The digest includes those
+        that can change the result, and the versions of the library and of JAX.
+      further: other values on which the arrays depend.
     """
     alike = run_config.to_json(options)
     for name in run_config.MAY_DIFFER | {"seed"}:
@@ -86,7 +86,7 @@ def folder_of(
 
 
 def _write(arrays: Arrays, file: Path) -> None:
-    """The file, whole or not at all."""
+    """Writes the file, whole or not at all."""
     flat = traverse_util.flatten_dict(jax.device_get(arrays), sep="/")
     partial = file.with_suffix(".partial")
     with write_errors.writing(partial), partial.open("wb") as written:

@@ -22,49 +22,48 @@ GROUPS = ("grpo", "rloo")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(quickstart.Config):
     algorithm: Algorithm = "ppo"
-    """What makes the policy. best_of_n trains none: it chooses among samples of the
-    reference."""
+    """Algorithm that trains the policy. best_of_n trains none: it chooses among samples
+    of the reference."""
     penalty: Penalty = IN_REWARD
-    """Estimator of the KL and where its penalty acts; of PPO, GRPO and RLOO."""
+    """Estimator and placement of the KL penalty, for PPO, GRPO and RLOO."""
     regulariser: Regulariser = NO_REGULARISER
-    """What holds the policy beside the penalty; of GRPO and RLOO."""
+    """Regulariser in addition to the penalty, for GRPO and RLOO."""
     aggregation: losses.Aggregation = "token_mean"
-    """Mean of the token losses; of PPO, GRPO and RLOO."""
+    """Mean of the token losses, for PPO, GRPO and RLOO."""
     whiten_advantages: Whiten = "rollout"
-    """Rows over which PPO's advantages are whitened; None does not."""
+    """Rows over which PPO's advantages are whitened; None disables it."""
     lam: float = 0.95
     """λ of PPO's GAE."""
     group_size: int = 8
-    """Responses to each prompt of GRPO and RLOO."""
+    """Responses per prompt of GRPO and RLOO."""
     dpo_learning_rate: float = 1e-4
-    """Falls to 0 linearly."""
+    """Learning rate of DPO; falls to 0 linearly."""
     best_of: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
     """The n of best-of-n; each divides the last."""
     responses_per_prompt: int = 1
     """Responses to each held-out prompt among the --num-evaluated at the end."""
     look: Literal["held_out", "training"] = "held_out"
-    """Which responses judge and grammar read on the way: as many as --batch-size to
-    held-out prompts, or those that the policy was trained on."""
+    """Responses that are evaluated during training: --batch-size responses to held-out
+    prompts, or those that the policy was trained on."""
     staleness: int = 0
     """Iterations k that the sampler is behind: step s learns from responses of the
-    policy of step max(0, s - k); of PPO, GRPO and RLOO."""
+    policy of step max(0, s - k); for PPO, GRPO and RLOO."""
     correction: Literal["truncate", "ratio", "none"] = "truncate"
-    """What corrects for an older sampler: truncated importance weights over it; the
-    clipped ratio to its log-probs alone; or nothing, as if the responses were of the
-    policy of the step."""
+    """Correction for an older sampler: truncated importance weights; only the clipped
+    ratio to its log-probs; or none, which treats the responses as on-policy."""
     sample_every: int = 5
-    """Iterations between rows of samples.jsonl, for which judge and grammar read."""
+    """Iterations between evaluations, which are rows of samples.jsonl."""
     snapshot_every: int = 20
     """Steps between snapshots."""
     num_members: int = 1
-    """Reward models of a seed; they differ in their heads and the order of pairs."""
+    """Reward models per seed; they differ in their heads and the order of pairs."""
     combine: rewards.Combine = "mean"
-    """How several reward models make one reward."""
+    """How the scores of several reward models are combined."""
     std_coef: float = 1.0
-    """c of --combine mean_minus_std, the charge for the members' disagreement."""
+    """c of --combine mean_minus_std, the penalty on the members' disagreement."""
     prepared: Path | None = None
-    """Folder where reference and reward models of each seed are made once, for all runs
-    with the same options of their training; None is OUT/prepared."""
+    """Folder of the reference and reward models of each seed, which are trained once
+    for all runs with the same training options; None is OUT/prepared."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -130,7 +129,7 @@ class Config(quickstart.Config):
                     f"them, got {self.best_of}; choose powers of 2"
                 )
             return
-        checks.positive(kl_coef=self.kl_coef)  # which DPO divides by
+        checks.positive(kl_coef=self.kl_coef)  # DPO divides by it
         if self.batch_size % (2 * self.num_minibatches):
             raise checks.InputError(
                 f"--batch-size: expected pairs of responses in each of the "
@@ -139,10 +138,10 @@ class Config(quickstart.Config):
             )
 
     def of_programs(self) -> Config:
-        """These options without those that no compiled program depends on.
+        """The options on which compiled programs depend; the others have defaults.
 
-        Runs that are equal in it share their programs: they differ in seed, β and
-        files. Of DPO β is a part of the loss, and a controller has bounds around it.
+        Runs with equal values share their programs; they may differ in seed, β and
+        files. β stays if it is part of DPO's loss or of a controller's bounds.
         """
         bound = self.algorithm == "dpo" or self.kl_control != kl_control.CONSTANT
         kl_coef = self.kl_coef if bound else 1.0
@@ -150,11 +149,11 @@ class Config(quickstart.Config):
             programs.without_place(self),
             prepared=None,
             kl_coef=kl_coef,
-            staleness=min(self.staleness, 1),  # a queue, or none
+            staleness=min(self.staleness, 1),  # whether there is a queue
         )
 
     def of_measuring(self) -> Config:
-        """Of these options those that responses and their measurement depend on."""
+        """The options on which sampling and measuring responses depend."""
         return dataclasses.replace(
             self.of_programs(),
             algorithm="best_of_n",
@@ -173,13 +172,13 @@ class Config(quickstart.Config):
     def of_preparation(self, folder: Path) -> quickstart.Config:
         """The quickstart whose first two stages prepare the runs of this seed.
 
-        What comes after those stages has its defaults, so that runs which differ in it
-        share them.
+        Options of later stages have their defaults, so that runs that differ only in
+        them share the preparation.
         """
         return quickstart.Config(
             out=folder,
             seed=self.seed,
-            resume=True,  # or begin
+            resume=True,  # or start
             progress=self.progress,
             sft_steps=self.sft_steps,
             sft_batch_size=self.sft_batch_size,

@@ -1,4 +1,4 @@
-"""What the runs of one seed share: keys, prompts, a reference and a reward model."""
+"""Keys, prompts, reference and reward models that the runs of one seed share."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ Row = dict[str, Any]
 
 
 class SeedModels(NamedTuple):
-    """What the runs of one seed share."""
+    """The models that the runs of one seed share."""
 
     seed: int
     reference: Frozen
     reward_models: tuple[Frozen, ...]  # members of an ensemble, or one
-    reward: Reward  # of the reward models
-    accuracy: float  # against the judge's own order, mean over the reward models
+    reward: Reward  # the combined reward of the reward models
+    accuracy: float  # on the judge's noise-free order, mean over the reward models
 
     @property
     def train_key(self) -> Array:
@@ -48,23 +48,23 @@ class SeedModels(NamedTuple):
         return keys_of(self.seed)[4]
 
     def verify(self) -> None:
-        """Checks that no frozen model has moved.
+        """Checks that no frozen model has changed.
 
         Raises:
-          ReferenceMovedError: one has; names the leaf.
+          ReferenceMovedError: a model has changed; the error names the leaf.
         """
         for model in (self.reference, *self.reward_models):
             frozen.verify(model)
 
 
 def seed_models(options: Config, *, check: Callable[[], None]) -> SeedModels:
-    """The frozen models of a seed, which the first run that asks for them makes.
+    """The frozen models of a seed, trained by the first run that needs them.
 
-    They stand in a folder named for the seed and a digest of the options that they
-    depend on, so that runs which differ in anything else share it.
+    The name of their folder has the seed and a digest of the options on which they
+    depend, so that runs with other differences share it.
 
     Args:
-      check: as of `made_once.made_once`.
+      check: see `made_once.made_once`.
     """
     place = options.out / "prepared" if options.prepared is None else options.prepared
     own = options.of_preparation(place)
@@ -95,10 +95,10 @@ def seed_models(options: Config, *, check: Callable[[], None]) -> SeedModels:
 
 
 def _prepare(options: Config, folder: Path) -> made_once.Arrays:
-    """Stages 1 and 2 of the quickstart with the careful judge, as a run in a folder.
+    """Runs stages 1 and 2 of the quickstart with the careful judge.
 
-    Several reward models learn from the same pairs, each from a head and in an order of
-    its own.
+    Several reward models learn from the same pairs, each with its own initial head and
+    its own order of the pairs.
     """
     own = options.of_preparation(folder / "run")
     algorithm = quickstart.algorithm_of(own)
@@ -115,7 +115,7 @@ def _prepare(options: Config, folder: Path) -> made_once.Arrays:
         pairs, held_out = preferences.label_pairs(
             tuned, generate, judge=reviews.careful_gold, key=pair_key, options=own
         )
-        job.interrupt.check()  # no step of a stage may come to notice
+        job.interrupt.check()  # there may be no step left that checks
         scorers = [
             reward_model.train_reward_model(
                 rewards.init(
@@ -143,9 +143,10 @@ def _prepare(options: Config, folder: Path) -> made_once.Arrays:
 
 
 def judgement(answered: Rollout, *, batch_size: int) -> Row:
-    """What judge and grammar say of some responses.
+    """The mean gold score, fluency and distinct share of some responses.
 
-    "distinct" is a mean over batches, as of more responses fewer are.
+    "distinct" is a mean over batches, because the share falls with the number of
+    responses.
     """
     answers = preferences.answers_in(answered)
     split = [(prompt.split(), response.split()) for prompt, response in answers]
@@ -163,7 +164,7 @@ def judgement(answered: Rollout, *, batch_size: int) -> Row:
 
 
 def keys_of(seed: int) -> list[Array]:
-    """Of the model, the pairs, the score's head, PPO and the test: quickstart's own."""
+    """The keys of model, pairs, score head, PPO and test, as in the quickstart."""
     return [jax.random.fold_in(jax.random.key(seed), number) for number in range(5)]
 
 

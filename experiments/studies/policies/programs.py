@@ -1,4 +1,4 @@
-"""What of a config no compiled program depends on."""
+"""Removes from a config the options on which no compiled program depends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Config = TypeVar("Config", bound=RunConfig)
 
 
 def without_place(config: Config) -> Config:
-    """A config with the defaults of every run: no seed, folder or logger of its own."""
+    """The config with default values for the options of `RunConfig` and no folder."""
     defaults: dict[str, Any] = {
         field.name: field.default for field in dataclasses.fields(RunConfig)
     }

@@ -1,4 +1,4 @@
-"""What holds a policy of GRPO or RLOO beside `penalty`, or in its place."""
+"""Regularisers of GRPO and RLOO, in addition to `penalty` or instead of it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Regulariser:
     surrogate: Surrogate = CLIP
     """Surrogate of the policy gradient."""
     token_choice: TokenChoice | None = None
-    """Which tokens of a batch the policy loss covers; None is all."""
+    """Tokens of a batch that the policy loss covers; None is all."""
     gradient_penalty: GradientPenalty | None = None
-    """Gradient regularisation in the KL's place; None disables it."""
+    """Gradient regularisation instead of the KL; None disables it."""
     kl_to_go: bool = False
     """Whether the KL in the reward is credited per token (FRPO)."""
     reference_rate: float | None = None
@@ -40,7 +40,7 @@ class Regulariser:
 
     @property
     def of_recipe(self) -> dict[str, Any]:
-        """The options of `grpo.GroupRecipe` among these."""
+        """The fields that are options of `grpo.GroupRecipe`."""
         options = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(self)
         }
@@ -49,11 +49,11 @@ class Regulariser:
 
     @property
     def moving(self) -> tuple[str, ...]:
-        """What of a stage's state may move: `run.Run.stage`."""
+        """The parts of a stage's state that may change, for `run.Run.stage`."""
         return () if self.reference_rate is None else ("reference",)
 
     def moved(self, reference: Frozen, policy: Params) -> Frozen:
-        """The reference after an iteration that made `policy`."""
+        """The reference after an iteration that ended with `policy`."""
         if self.reference_rate is None:
             return reference
         return _mix(reference, policy, rate=self.reference_rate)

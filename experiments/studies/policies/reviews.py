@@ -1,22 +1,22 @@
-"""One policy on the language of the quickstart, by an algorithm and from a seed.
+"""Trains one policy on the language of the quickstart, by one algorithm.
 
     python experiments studies.policies.reviews --algorithm grpo --out runs/grpo
 
     prepared/ (reference, reward model) ──> algorithm ──> responses to held-out prompts
 
-What the sweeps of `kl_frontier`, `compare_algorithms` and `kl_in_practice` start.
-Reference and reward model are those of the quickstart, but the judge is a careful one
-(`reviews.careful_gold`), for whom nonsense stays nonsense however it praises, and whose
-are the labels as well. A reference and its reward model are made once for all runs of a
-seed (--prepared).
+The sweeps of `kl_frontier`, `compare_algorithms` and `kl_in_practice` run this program.
+Reference and reward model are trained as in the quickstart, but the judge is careful
+(`reviews.careful_gold`): it labels and scores responses that do not parse as
+unreadable, whatever their words. The reference and the reward model of a seed are
+trained once for all runs (--prepared).
 
-samples.jsonl has what judge and grammar say of the policy on the way, in a row without
-a prompt, and a few of its responses. summary.json has "reference" and "policy" (or
-"best of 2" and so on), measured on held-out prompts: gold, fluency (share that parses),
+samples.jsonl has the evaluations of the policy along training, as rows without a
+prompt, and a few of its responses. summary.json has "reference" and "policy" (or "best
+of 2" and so on), measured on held-out prompts: gold, fluency (share that parses),
 distinct (share of the responses of a batch), score, KL in nats per response.
 
-A run of PPO takes about a minute on two CPU cores, and the models of a seed half of
-one. Expect of seed 0 with --kl-coef 0.2 a gold score of 0.8 to 0.9 at 2 to 3 nats.
+A run of PPO takes about a minute on two CPU cores, and the models of a seed half a
+minute. Expect for seed 0 with --kl-coef 0.2 a gold score of 0.8 to 0.9 at 2 to 3 nats.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from studies.policies.preparation import SeedModels
 
 Params = Any
 Row = dict[str, Any]
-SHOWN = 2  # responses in samples.jsonl each time
+SHOWN = 2  # responses that samples.jsonl gets at a time
 MEASURED = ("gold", "score", "fluency", "distinct")
 
 
 def train(
     trainer: Trainer, models: SeedModels, *, job: run.Run, options: Config
 ) -> Params:
-    """The policy; samples.jsonl holds what it has come to on the way."""
+    """Trains the policy and writes its evaluations to samples.jsonl."""
     start = {
         "train": trainer.start(models.reference.stored, options.kl_coef),
         "reference": models.reference,
@@ -59,7 +59,7 @@ def train(
     }
     ahead = None
     if trainer.draw is not None:
-        # Without a thread: the study asks what older samples do, not how fast they are.
+        # Without a thread: the study is about the effect of older samples, not speed.
         ahead = RolloutQueue(
             trainer.draw,
             hand_over=storage.store,
@@ -75,9 +75,9 @@ def train(
         "reward model" if m == 0 else f"reward model {m}": model
         for m, model in enumerate(models.reward_models)
     }
-    held = options.regulariser
+    regulariser = options.regulariser
     with job.stage(
-        options.algorithm, start, meta={}, beside=beside, moving=held.moving
+        options.algorithm, start, meta={}, beside=beside, moving=regulariser.moving
     ) as stage:
         left = stage.steps()
         batches = trainer.batches(models) if left else []
@@ -113,7 +113,7 @@ def train(
                 reward=models.reward,
                 key=jax.random.fold_in(stage.state["root_key"], step),
             )
-            stage.state["reference"] = held.moved(
+            stage.state["reference"] = regulariser.moved(
                 stage.state["reference"], trainer.policy(stage.state["train"])
             )
             stats |= old
@@ -141,7 +141,7 @@ def main(options: Config) -> None:
     summary: Row = {"algorithm": options.algorithm, "kl_coef": options.kl_coef}
     with run.Run(options, num_steps=num_steps) as job:
         models = preparation.seed_models(options, check=job.interrupt.check)
-        job.interrupt.check()  # no step of a stage may come to notice
+        job.interrupt.check()  # there may be no step left that checks
         at_end = functools.partial(
             look,
             models=models,

@@ -1,1 +1,1 @@
-"""PPO and GRPO on the quickstart's language: runs that differ by their method alone."""
+"""PPO and GRPO on the quickstart's language, in runs that differ only in the method."""

@@ -1,6 +1,7 @@
-"""The gold judge of the quickstart's language, as `--judge` calls it.
+"""The gold judge of the quickstart's language, for `--judge`.
 
-rlhf-jax imports it from the checkout's folder, where `worlds` is not on the path.
+rlhf-jax imports this file from the checkout's folder, where `worlds` is not on the
+path.
 """
 
 from __future__ import annotations
@@ -16,6 +17,6 @@ from worlds import reviews
 
 
 def gold(prompts: Sequence[str], responses: Sequence[str], rows: Any) -> list[float]:
-    """`reviews.gold`, gold units, which the reward model does not see."""
+    """`reviews.gold`, gold units, on which the reward model was not trained."""
     del prompts, rows
     return [reviews.gold(response.split()) for response in responses]

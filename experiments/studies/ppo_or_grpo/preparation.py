@@ -1,10 +1,10 @@
-"""Data, SFT models and reward models of the quickstart's language, for `sweep.toml`.
+"""Prepares data, SFT models and reward models of the language for `sweep.toml`.
 
     python experiments studies.ppo_or_grpo.preparation --out runs/ppo_or_grpo
 
-From each seed a model of two layers learns the language by `rlhf-jax sft`, and a reward
-model by `rlhf-jax reward-model`, from pairs of reviews that a noisy judge labels. Two
-to four minutes on two CPU cores.
+For each seed a model of two layers learns the quickstart's language by `rlhf-jax sft`,
+and a reward model learns by `rlhf-jax reward-model` from pairs of reviews that a noisy
+judge labels. Expect two to four minutes on two CPU cores.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlhf_jax.train.supervised import reward_model, sft
 NUM_REVIEWS = 20_000  # demonstrations
 NUM_PAIRS = 4096
 NUM_HELD_OUT = 256
-LABEL_NOISE = 0.4  # gold units, as the quickstart has it
+LABEL_NOISE = 0.4  # gold units, as in the quickstart
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Options:
     out: Path
     """Folder of the data and models."""
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
-    """Each has models of its own."""
+    """Seeds; each has its own models."""
     sft_steps: int = 300
     """Updates of SFT."""
     reward_steps: int = 120
@@ -54,12 +54,12 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 
 def text(words: Iterable[str]) -> str:
-    """Words up to <eos>, which the trainers add."""
+    """Joins the words without <eos>, which the trainers add."""
     return " ".join(word for word in words if word != reviews.EOS)
 
 
 def pairs(seed: int) -> list[dict[str, str]]:
-    """Two reviews of each prompt, P(a is chosen) = σ((gold a - gold b) / noise)."""
+    """Pairs of reviews, P(a is chosen) = σ((gold a - gold b) / noise)."""
     rows: list[dict[str, str]] = []
     rng = np.random.default_rng(seed)
     for number in range(NUM_PAIRS):
@@ -82,7 +82,7 @@ def pairs(seed: int) -> list[dict[str, str]]:
 
 
 def write(path: Path, rows: Iterable[Any]) -> None:
-    """JSON lines."""
+    """Writes JSON lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

@@ -1,1 +1,1 @@
-"""From people's preferences to PPO, DPO and best-of-n on a real language model."""
+"""PPO, DPO and best-of-n from people's preferences, on a real language model."""

@@ -1,4 +1,4 @@
-"""What two reward models are worth on pairs that neither has seen."""
+"""The accuracy of two reward models on pairs that neither was trained on."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Floats = npt.NDArray[np.floating]
 
 
 def leads(model_folder: Path, pairs: Sequence[Pair], *, pad_id: int) -> Floats:
-    """Score of the chosen response less that of the rejected one, of each pair.
+    """Score of the chosen response minus that of the rejected one, for each pair.
 
     Args:
-      model_folder: of a reward model, OUT/model of `rlhf-jax reward-model`.
+      model_folder: the reward model, OUT/model of `rlhf-jax reward-model`.
     """
     model, params = hf.load_reward(model_folder)
 
@@ -51,9 +51,9 @@ def summarise(of_models: Mapping[str, Floats]) -> dict[str, Any]:
       of_models: `leads` of the proxy and of the judge on the same pairs.
 
     Returns:
-      "accuracy" of each; "agreement", the share of pairs of which both prefer the same
-      side; "expected_agreement", the share if they were independent, given their
-      accuracies; "correlation" of their leads, None where one is constant.
+      "accuracy" of each; "agreement", the share of pairs in which both prefer the same
+      side; "expected_agreement", that share if they were independent with these
+      accuracies; "correlation" of their leads, None if one is constant.
     """
     signs = {name: lead > 0 for name, lead in of_models.items()}
     accuracies = {name: _share(right) for name, right in signs.items()}
@@ -71,7 +71,7 @@ def summarise(of_models: Mapping[str, Floats]) -> dict[str, Any]:
 
 
 def tell(measured: Mapping[str, Any]) -> None:
-    """The same as a table."""
+    """Prints the result of `summarise` as a table."""
     rows = [
         *((f"accuracy of the {n}", of) for n, of in measured["accuracy"].items()),
         ("both prefer the same side", measured["agreement"]),

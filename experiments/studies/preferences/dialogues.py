@@ -1,6 +1,6 @@
-"""Pairs of hh-rlhf as messages, and their split into three by prompt.
+"""Pairs of hh-rlhf as messages, split into three parts by prompt.
 
-"\n\nHuman: Hi\n\nAssistant: Hello"        one text for each side of a pair
+"\n\nHuman: Hi\n\nAssistant: Hello"        one text per side of a pair
 {"prompt": [{"role": "user", "content": "Hi"}], "chosen": "Hello", "rejected": ...}
 """
 
@@ -21,10 +21,10 @@ SHARES = {"proxy": 0.45, "judge": 0.35, "held_out": 0.2}  # of the prompts
 
 
 def pair(row: Mapping[str, str]) -> Pair | str:
-    """A row of hh-rlhf as messages and two responses, or why it is left out.
+    """A row of hh-rlhf as messages and two responses, or the reason to drop it.
 
-    A turn begins with an empty line and its speaker. "Human:" anywhere else is what
-    somebody wrote. White space around a turn is left out.
+    A turn begins with an empty line and its speaker; "Human:" anywhere else is part of
+    a text. White space around a turn is removed.
     """
     prompts, responses = [], []
     for side in ("chosen", "rejected"):
@@ -56,7 +56,7 @@ def pair(row: Mapping[str, str]) -> Pair | str:
 def pairs(
     rows: Iterable[Mapping[str, str]],
 ) -> tuple[list[Pair], collections.Counter[str]]:
-    """The pairs that can be read, and how many rows are left out for each reason."""
+    """The readable pairs, and the number of dropped rows for each reason."""
     read, left_out = [], collections.Counter[str]()
     for row in rows:
         one = pair(row)
@@ -68,9 +68,9 @@ def pairs(
 
 
 def opening(one: Pair) -> str:
-    """What a dialogue begins with, by which prompts are kept together.
+    """The first message of a dialogue, normalised.
 
-    Dialogues that only go on differently are in one part of the split.
+    Dialogues with the same opening go to the same part of the split.
     """
     return " ".join(one["prompt"][0]["content"].casefold().split())
 
@@ -78,11 +78,11 @@ def opening(one: Pair) -> str:
 def split(
     kept: Sequence[Pair], *, shares: Mapping[str, float] = SHARES, seed: int = 0
 ) -> dict[str, list[Pair]]:
-    """The pairs in parts that share no opening.
+    """Splits the pairs into parts that share no opening.
 
     Args:
-      shares: of the openings, by the name of the part; they add up to 1.
-      seed: of the order in which openings are dealt.
+      shares: {name of a part: its share of the openings}; the shares add up to 1.
+      seed: seed of the assignment of openings to parts.
     """
     openings = sorted({opening(one) for one in kept})
     order = np.random.default_rng(seed).permutation(len(openings))

@@ -1,15 +1,15 @@
-"""Every policy of the study on held-out prompts, by `rlhf-jax evaluate`.
+"""Evaluates every policy of the study on held-out prompts, by `rlhf-jax evaluate`.
 
     python experiments studies.preferences.evaluation runs/preferences \
         --model runs/smollm2
 
-A policy is evaluated twice with the same seed, and thus on the same responses: once by
-the proxy, beside the reference and on Shakespeare, and once by the judge, on GSM8K. The
-reference has more samples for each prompt, whose best by the proxy are best-of-n.
+A policy is evaluated twice with the same seed, and so on the same responses: by the
+proxy, with the KL to the reference and the loss on Shakespeare, and by the judge, with
+the loss on GSM8K. The reference has more samples per prompt, for best-of-n by the
+proxy.
 
-Runs that are not done are left out, and evaluations that are done are kept: the same
-command again goes on. With eight programs at a time all 27 policies took four minutes
-on an H200.
+Unfinished runs are skipped and finished evaluations are kept, so the same command
+continues the study. With eight processes all 27 policies took four minutes on an H200.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rlhf_jax.train import evaluate
 from studies import finished
 
 SWEEPS = ("ppo", "dpo")  # folders of the study with a finished sweep
-TEXTS = {"proxy": "shakespeare", "judge": "gsm8k"}  # a reward model: texts beside it
+TEXTS = {"proxy": "shakespeare", "judge": "gsm8k"}  # {reward model: texts of its run}
 REFERENCE = "reference"
 PROXY = "proxy"
 
@@ -35,21 +35,21 @@ PROXY = "proxy"
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     study: tyro.conf.Positional[Path]
-    """Folder of the study, --out of its preparation."""
+    """Folder of the study, the --out of its preparation."""
     model: str = "runs/smollm2"
-    """The reference, from which all runs started."""
+    """Checkpoint of the reference, from which all runs started."""
     num_samples: int = 2
-    """Responses of a policy to each prompt."""
+    """Responses of a policy per prompt."""
     best_of: int = 8
-    """Responses of the reference to each prompt, of which best-of-n takes the best."""
+    """Responses of the reference per prompt, from which best-of-n chooses."""
     max_new_tokens: int = 48
     """Longest response, tokens, as in the sweeps."""
     temperature: float = 0.7
-    """Of the samples, as in the sweeps."""
+    """Sampling temperature, as in the sweeps."""
     batch_size: int = 16
-    """Prompts at a time."""
+    """Prompts per batch."""
     smallest: bool = False
-    """Whether sizes are those of smallest.toml, whatever else is given."""
+    """Use the sizes of smallest.toml, which override other options."""
 
 
 class Policy(NamedTuple):
@@ -61,10 +61,10 @@ class Policy(NamedTuple):
 
 
 def policies(options: Options) -> Iterator[Policy]:
-    """The reference with the seeds of the runs, and every run that is done.
+    """Yields the reference with each seed of the runs, and every finished run.
 
     Raises:
-      InputError: a sweep has no run that is done.
+      InputError: a sweep has no finished run.
     """
     runs = [
         Policy(f"{sweep}/{run.cell}", run.seed, str(run.folder / "model"))
@@ -82,7 +82,7 @@ def place(study: Path, policy: Policy, *, scorer: str) -> Path:
 
 
 def command_line(options: Options, policy: Policy, *, scorer: str) -> list[str]:
-    """Of `rlhf-jax evaluate`."""
+    """The arguments of `rlhf-jax evaluate`."""
     study, out = options.study, place(options.study, policy, scorer=scorer)
     is_reference = policy.name == REFERENCE
     beside = scorer == PROXY and not is_reference
@@ -105,7 +105,7 @@ def command_line(options: Options, policy: Policy, *, scorer: str) -> list[str]:
 
 
 def main(options: Options) -> None:
-    """Writes STUDY/evaluation, a folder of `rlhf-jax evaluate` for each."""
+    """Writes STUDY/evaluation, with a folder of `rlhf-jax evaluate` per evaluation."""
     if options.smallest:
         options = dataclasses.replace(options, max_new_tokens=8, best_of=4)
     for policy in policies(options):

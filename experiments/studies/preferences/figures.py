@@ -1,13 +1,13 @@
-"""The table, the frontier and texts side by side of the study of preferences.
+"""The table, the frontier and sample responses of the study of preferences.
 
     python experiments studies.preferences.figures runs/preferences --shown 6 11 22 27
 
-Writes figures.json, table.md and plots/frontier.png into the study's folder: proxy and
-judge of every policy and of best-of-n against the root of the KL, and what the policy
-loses on the way, with 95% intervals over seeds. texts.md has the likeliest responses
-of all policies to the prompts of --shown, side by side. Some prompts are unpleasant:
-choose those to show by their prompts in data/held_out_prompts.jsonl alone, before any
-response to them is read.
+Writes figures.json, table.md and plots/frontier.png into the study's folder: the scores
+of proxy and judge for every policy and best-of-n against the root of the KL, and
+perplexity, diversity and forgetting, with 95% intervals over seeds. texts.md has the
+greedy responses of all policies to the prompts of --shown, side by side. Some prompts
+are unpleasant: choose the prompts from data/held_out_prompts.jsonl before you read any
+response.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from studies.preferences import frontier, results
 from studies.preferences.evaluation import PROXY, REFERENCE
 from studies.preferences.frontier import MEASURED, Row
 
-COLUMNS = {  # of the table: its heading and decimals
+COLUMNS = {  # {measure: (heading in the table, decimals)}
     "kl": ("KL", 2),
     "proxy_gain": ("proxy over the reference", 2),
     "judge_gain": ("judge over the reference", 2),
@@ -44,13 +44,13 @@ BEST = "best of"
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     study: tyro.conf.Positional[Path]
-    """Folder of the study, --out of its preparation."""
+    """Folder of the study, the --out of its preparation."""
     shown: tuple[int, ...] = ()
-    """Rows of data/held_out_prompts.jsonl, from 0, whose responses are in texts.md."""
+    """Rows of data/held_out_prompts.jsonl, from 0, whose responses texts.md shows."""
 
 
 def table(summary: Mapping[str, Any]) -> str:
-    """Means over seeds and their intervals, in Markdown."""
+    """A Markdown table of means over seeds and their intervals."""
     lines = [
         "| | " + " | ".join(heading for heading, _ in COLUMNS.values()) + " |",
         "|---" * (len(COLUMNS) + 1) + "|",
@@ -74,7 +74,7 @@ def _cell(estimate: Row | None, decimals: int) -> str:
 
 
 def draw(summary: Mapping[str, Any]) -> Figure:
-    """Each of MEASURED against √KL, with the intervals over seeds."""
+    """Plots each of MEASURED against √KL, with intervals over seeds."""
     figure = Figure(figsize=(13, 6.5), layout="constrained")
     axes = figure.subplots(2, 4).ravel()
     trained = [n for n in summary if n != REFERENCE and not n.startswith(BEST)]
@@ -100,7 +100,7 @@ def draw(summary: Mapping[str, Any]) -> Figure:
         axis.set_xlabel("√KL to the reference [√nat]", fontsize="small")
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-    # Both reward models have one scale.
+    # Both reward models have the same scale.
     limits = np.array([axis.get_ylim() for axis in axes[:2]])
     for axis in axes[:2]:
         axis.set_ylim(limits.min(), limits.max())
@@ -111,7 +111,7 @@ def draw(summary: Mapping[str, Any]) -> Figure:
 
 
 def _point(measured: Mapping[str, Any], key: str) -> tuple[float, float, Any]:
-    """√KL, the mean, and how far the ends of its interval are below and above it."""
+    """√KL, the mean, and the distances from it to the ends of its interval."""
     estimate = measured[key]
     low, high = estimate["interval"] or [estimate["mean"]] * 2
     ends = np.array([[estimate["mean"] - low], [high - estimate["mean"]]])
@@ -119,10 +119,10 @@ def _point(measured: Mapping[str, Any], key: str) -> tuple[float, float, Any]:
 
 
 def side_by_side(evaluated: Sequence[Row], *, shown: Sequence[int]) -> str:
-    """The likeliest responses to some prompts, of the first seed of each policy.
+    """A Markdown text of the greedy responses of each policy's first seed.
 
     Args:
-      evaluated: of `results.read`.
+      evaluated: the result of `results.read`.
       shown: rows of the held-out prompts.
     """
     first: dict[str, Row] = {}
@@ -151,12 +151,12 @@ def side_by_side(evaluated: Sequence[Row], *, shown: Sequence[int]) -> str:
 
 
 def _plain(text: str) -> str:
-    """A text as one cell of a table."""
+    """Escapes a text for one cell of a table."""
     return " ".join(text.split()).replace("|", r"\|")
 
 
 def main(options: Options) -> None:
-    """Tells and draws what the study has come to."""
+    """Prints and plots the figures of the study."""
     evaluated = results.read(options.study)
     summary = frontier.summarise(frontier.rows_of(evaluated))
     written = table(summary)

@@ -1,8 +1,8 @@
-"""What the study comes to: a row for each policy and seed, and means over seeds.
+"""The figures of the study: a row for each policy and seed, and means over seeds.
 
-A row is of one policy, or of the reference's best of k by the proxy: "policy", "seed",
-MEASURED and GAINS, None where it was not measured. It is read from the two evaluations
-of `evaluation.py`, whose responses are the same.
+A row describes one policy, or the reference's best of k by the proxy: "policy", "seed",
+MEASURED and GAINS, None where a measure is missing. It comes from the two evaluations
+of `evaluation.py`, which have the same responses.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from studies.preferences.evaluation import REFERENCE, TEXTS
 
 Row = dict[str, Any]
 PROXY, JUDGE = TEXTS  # the scorers
-GAINS = tuple(f"{scorer}_gain" for scorer in TEXTS)  # over the reference, same units
-SAMPLES = 2  # of each prompt, among which distinct ones are counted
+GAINS = tuple(f"{scorer}_gain" for scorer in TEXTS)  # over the reference, reward units
+SAMPLES = 2  # samples per prompt for the distinct share
 MEASURED = {
     "kl": "KL [nats per response]",
     "proxy": "proxy [reward units]",
@@ -36,10 +36,10 @@ MEASURED = {
 
 
 def rows_of(evaluated: Sequence[Row]) -> list[Row]:
-    """A row for each policy and seed, and those of best-of-n.
+    """The rows of each policy and seed, and of best-of-n.
 
     Args:
-      evaluated: of `results.read`.
+      evaluated: the result of `results.read`.
     """
     references = {one["seed"]: one for one in evaluated if one["policy"] == REFERENCE}
     rows = [of_policy(one, references[one["seed"]]) for one in evaluated]
@@ -49,7 +49,7 @@ def rows_of(evaluated: Sequence[Row]) -> list[Row]:
 
 
 def of_policy(evaluated: Row, reference: Row) -> Row:
-    """MEASURED of one policy; both are of `results.read`, with the same seed."""
+    """The row of one policy; both arguments are of `results.read`, with one seed."""
     proxy, judge = (
         evaluated[scorer]["results"]["policy"]["sampled"] for scorer in TEXTS
     )
@@ -59,7 +59,7 @@ def of_policy(evaluated: Row, reference: Row) -> Row:
         - reference[scorer]["results"]["texts"]["policy_loss"]
         for scorer, texts in TEXTS.items()
     }
-    # The same keys draw both, so that the same samples are compared.
+    # Both were drawn with the same keys, so the first samples are comparable.
     count = evaluated[PROXY]["results"]["num_samples"]
     return {
         "policy": evaluated["policy"],
@@ -84,11 +84,11 @@ def of_policy(evaluated: Row, reference: Row) -> Row:
 
 
 def of_best(reference: Row) -> list[Row]:
-    """MEASURED of the reference's best of k by the proxy, k = 2, 4, ... up to n.
+    """The rows of the reference's best of k by the proxy, k = 2, 4, ... up to n.
 
-    The KL is log k - (k - 1)/k. Of the n samples of a prompt k are drawn in every way,
-    as `evaluation.success.best_at_k` has it: the i-th worst by the proxy is the best of
-    C(i - 1, k - 1) of C(n, k) draws, and so counts whatever else is measured of it.
+    The KL is log k - (k - 1)/k. Means are over all C(n, k) subsets of a prompt's n
+    samples, as in `evaluation.success.best_at_k`: the i-th worst sample by the proxy is
+    the best of C(i - 1, k - 1) subsets, which is its weight in every measure.
 
     Raises:
       InputError: the scorers did not score the same responses.
@@ -140,12 +140,12 @@ def of_best(reference: Row) -> list[Row]:
 
 
 def agreement(evaluated: Sequence[Row]) -> dict[str, Row]:
-    """How far proxy and judge agree on the reference's samples, of all seeds.
+    """The correlation of proxy and judge on the reference's samples of all seeds.
 
     Returns:
-      Of "ended" and of "cut" responses, which have no stop token: "responses", their
-      number, and "correlation" of both scores less their means over the samples of the
-      prompt, as a reward model learns no mean; None where there is none.
+      For "ended" responses and for "cut" ones, which lack a stop token: "responses",
+      their number, and "correlation" of both scores, None if undefined. Scores are
+      centred per prompt, because a reward model learns no mean.
     """
     pairs: dict[str, list[Any]] = {"ended": [], "cut": []}
     for one in evaluated:
@@ -171,8 +171,8 @@ def summarise(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """Means over seeds with 95% intervals, by policy, in the order of the rows.
 
     Returns:
-      Of each policy and of each of MEASURED and GAINS {"mean", "interval",
-      "of_seeds"}, None where it has none, and its "seeds".
+      For each policy its "seeds" and, for each of MEASURED and GAINS, {"mean",
+      "interval", "of_seeds"}, None if a seed lacks the measure.
     """
     summary = {}
     for name in dict.fromkeys(row["policy"] for row in rows):
@@ -186,7 +186,7 @@ def summarise(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
 
 
 def estimate(of_seeds: Sequence[float]) -> Row:
-    """A mean over seeds; its interval is None of one seed."""
+    """A mean over seeds with its interval, None for one seed."""
     interval = statistics.of_mean(np.asarray(of_seeds, float))
     return {
         "mean": float(np.mean(of_seeds)),
@@ -202,13 +202,13 @@ def _score(scored: Row, *, below: int) -> float:
 
 
 def _distinct(samples: Sequence[Row]) -> float:
-    """Share of different texts; the reference has more samples, which are not read."""
+    """Share of distinct texts among the first SAMPLES samples of each prompt."""
     responses = [row["response"] for row in samples if row["sample"] < SAMPLES]
     return len(set(responses)) / len(responses)
 
 
 def _own_nll(row: Row) -> float:
-    """−log π(token) of a response's own model, nats per token."""
+    """Mean −log π of a response under its own model, nats per token."""
     return -row["logprob"] / row["length"]
 
 

@@ -1,19 +1,19 @@
-"""Pairs by prompt in three parts, a proxy reward model, a judge, and their accuracy.
+"""Prepares the study: pairs in three parts, a proxy reward model and a judge.
 
     python experiments pretrained.smollm2 --out runs/smollm2
     python experiments studies.preferences.preparation --out runs/preferences \
         --model runs/smollm2
 
-The 1,800 pairs of hh-rlhf (harmless) become messages, and fall into three parts that
-share no prompt. `rlhf-jax reward-model` learns the proxy from the first part, and the
-judge from the second with another seed. What they are worth is measured on the third,
-which neither has seen: accuracy.json has the accuracy of both and their agreement.
+The 1,800 pairs of hh-rlhf (harmless) are converted to messages and split into three
+parts that share no prompt. `rlhf-jax reward-model` trains the proxy on the first part
+and the judge on the second, with another seed. accuracy.json has the accuracies of both
+on the third part and their agreement.
 
-The start of PPO and DPO is --model as it is: it was trained to answer chats, while the
+PPO and DPO start from --model without SFT: the model was trained to chat, while the
 chosen responses of a few hundred short pairs would mostly teach it to be brief.
 
-The same command again goes on with what is missing. Both reward models took 75 s beside
-each other on an H200; on two CPU cores expect more than an hour.
+The same command continues an interrupted preparation. Both reward models took 75 s side
+by side on an H200; on two CPU cores expect more than an hour.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from studies.preferences import accuracy, dialogues, texts
 
 ANY_LENGTH = 2**20  # tokens, more than any pair has
 DATA = Path("..") / "shared" / "data"
-SEEDS = {"proxy": 0, "judge": 1}  # of the reward model of each part
+SEEDS = {"proxy": 0, "judge": 1}  # {part: seed of its reward model}
 SMALLEST: dict[str, int] = {  # sizes for smallest.toml
     "max_prompt": 128,
     "max_pair": 192,
@@ -58,23 +58,23 @@ class Options:
     model: str = "runs/smollm2"
     """Checkpoint that the reward models, PPO and DPO start from."""
     pairs: Path = DATA / "hh-rlhf-harmless" / "pairs.jsonl"
-    """Pairs of hh-rlhf, dialogues that share their beginning."""
+    """Pairs of hh-rlhf: two dialogues that differ in the last response."""
     shakespeare: Path = DATA / "tinyshakespeare.txt"
     """Text on which forgetting is measured."""
     gsm8k: Path = DATA / "gsm8k" / "test.jsonl"
-    """Questions with worked answers, the same."""
+    """Questions with worked answers on which forgetting is measured."""
     max_prompt: int = 256
     """Longest prompt of a pair, tokens; longer pairs are dropped and counted."""
     max_pair: int = 320
-    """Longest prompt with its response, tokens; the same."""
+    """Longest prompt with its response, tokens; longer pairs are dropped too."""
     max_asked: int = 64
     """Longest prompt of PPO and of the evaluation, tokens."""
     max_evaluated: int = 64
-    """Held-out prompts of the evaluation at most, from the beginning."""
+    """Largest number of held-out prompts of the evaluation."""
     num_texts: int = 16
     """Rows of Shakespeare and of GSM8K."""
     max_pairs: int | None = None
-    """Pairs of a part at most, from the beginning; None takes all."""
+    """Largest number of pairs of a part; None takes all."""
     max_steps: int | None = None
     """Updates of a reward model; None is one pass over its pairs."""
     num_normalised: int = 64
@@ -82,24 +82,24 @@ class Options:
     learning_rate: float = 2e-5
     """Peak learning rate of the reward models."""
     smallest: bool = False
-    """Whether sizes are those of smallest.toml, whatever else is given."""
+    """Use the sizes of smallest.toml, which override other options."""
 
 
 def read(path: Path) -> list[Any]:
-    """The rows of JSON lines."""
+    """Reads the rows of JSON lines."""
     with path.open(encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
 
 
 def write(path: Path, rows: Iterable[Any]) -> int:
-    """JSON lines; returns how many."""
+    """Writes JSON lines and returns their number."""
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     path.write_text("".join(lines), encoding="utf-8")
     return len(lines)
 
 
 def encoded(start: Pretrained, rows: Sequence[Row]) -> list[Pair]:
-    """The tokens of pairs, of any length, in order."""
+    """Encodes pairs of any length, in order."""
     return encoding.encode_preferences(
         start.tokenizer,
         rows,
@@ -109,7 +109,7 @@ def encoded(start: Pretrained, rows: Sequence[Row]) -> list[Pair]:
 
 
 def write_data(options: Options, data: Path) -> None:
-    """Writes the parts, the prompts, the texts, and what became of every row."""
+    """Writes the parts, the prompts, the texts, and the counts of kept rows."""
     start = pretrained.described(options.model)
     rows = read(options.pairs)
     kept, left_out = dialogues.pairs(rows)
@@ -148,11 +148,11 @@ def write_data(options: Options, data: Path) -> None:
         texts.shakespeare(play, rows=options.num_texts),
     )
     write(data / "gsm8k.jsonl", texts.gsm8k(questions, rows=options.num_texts))
-    folder.write_json(data / "counts.json", counts)  # the last: all others are there
+    folder.write_json(data / "counts.json", counts)  # last, when all others exist
 
 
 def learn(options: Options, *, name: str, data: Path) -> None:
-    """`rlhf-jax reward-model` on one part, or what is left of it."""
+    """Runs or resumes `rlhf-jax reward-model` on one part."""
     out = options.out / name
     if (out / "summary.json").exists():
         print(f"{name}: done already")
@@ -179,13 +179,15 @@ def learn(options: Options, *, name: str, data: Path) -> None:
 
 
 def refuse_others(options: Options) -> None:
-    """Raises InputError where OUT was begun with other options."""
+    """Raises InputError if OUT was started with other options."""
     file = options.out / "options.json"
-    given = {name: str(value) for name, value in vars(options).items() if name != "out"}
+    current = {
+        name: str(value) for name, value in vars(options).items() if name != "out"
+    }
     if not file.exists():
-        folder.write_json(file, given)
+        folder.write_json(file, current)
     begun = json.loads(file.read_text(encoding="utf-8"))
-    for name, value in given.items():
+    for name, value in current.items():
         if begun.get(name) != value:
             raise InputError(
                 f"{file}: expected --{name.replace('_', '-')} {begun.get(name)}, with "

@@ -1,4 +1,4 @@
-"""The folders that `evaluation.py` has written, as records."""
+"""Reads the folders that `evaluation.py` writes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Row = dict[str, Any]
 
 
 def read(study: Path) -> list[Row]:
-    """What there is of each policy and seed, the reference first.
+    """Reads the evaluations of each policy and seed, the reference first.
 
     Returns:
-      "policy", "seed", and of each scorer "results", its results.json, and "samples",
+      "policy", "seed" and, for each scorer, "results", its results.json, and "samples",
       the rows of its samples.jsonl.
 
     Raises:
-      InputError: there is none of the reference, or one for each seed is missing.
+      InputError: the evaluation of the reference is missing for a seed.
     """
     folder = study / "evaluation"
     evaluations = []
@@ -54,7 +54,7 @@ def _read(place: Path) -> Row:
 
 
 def sampled(scored: Mapping[str, Any]) -> list[Row]:
-    """The samples of the policy, by prompt and number; `scored` is by one scorer."""
+    """The policy's samples in the evaluation by one scorer, by prompt and number."""
     rows = [
         row
         for row in scored["samples"]

@@ -1,7 +1,7 @@
-"""Texts that the policy was not trained on here, to see what it forgets.
+"""Texts outside the training data, on which forgetting is measured.
 
-Both are written as demonstrations, of which the response is read: so a speech or an
-answer begins where it does, which blocks of a plain .txt file would not.
+Both are written as demonstrations whose response is scored, so that a speech or an
+answer is scored from its beginning; blocks of a plain .txt file would cut it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ SHORTEST, LONGEST = 150, 600  # characters of a speech
 
 
 def shakespeare(play: str, *, rows: int) -> list[Row]:
-    """The last speeches of the file that are neither short nor long.
+    """The last speeches of the file with SHORTEST to LONGEST characters.
 
     First Citizen:      the prompt
     Before we ...       the response

@@ -1,1 +1,1 @@
-"""Six regularisers of 2025 and 2026 against a KL penalty and none: two sweeps."""
+"""Two sweeps that compare six regularisers with a KL penalty and with none."""

@@ -1,6 +1,6 @@
 """The sweep of `regularisers` on sums of three digits, with a verifier.
 
-As `language`, but for the KL coefficient, as there are fewer tokens.
+As `language`, with a smaller KL coefficient, because there are fewer tokens.
 """
 
 from held import cells

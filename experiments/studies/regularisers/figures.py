@@ -1,20 +1,21 @@
-"""The answers of `regularisers`, from a finished sweep of it.
+"""The figures of `regularisers`, from a finished sweep.
 
     python experiments studies.regularisers.figures runs/regularisers/language
 
-Writes figures.json and plots/frontier.png into the sweep's folder. Of every cell, means
-over seeds with 95% intervals, where the proxy score first comes to the target, half of
-the way from the reference's to that of the run without a KL:
+Writes figures.json and plots/frontier.png into the sweep's folder. They have means over
+seeds with 95% intervals for every cell when the proxy score first reaches the target,
+halfway between the reference's score and that of the run without a KL:
 
-    gold       of the careful judge; of the verifier on held-out sums
-    kl         to the first reference, nats per response
+    gold       score of the careful judge, or of the verifier on held-out sums
+    kl         KL to the first reference, nats per response
     entropy    nats per token
     distinct   share of the responses of a batch that are not in an earlier row
     step       iterations until then
 
-and the same at the end, with the proxy score there. Proxy, gold and KL are of held-out
-prompts (the proxy of sums of the batch), in means of three looks, and in between on a
-line. `held.PUBLISHED` is answered by the pairs of seeds that both have come so far.
+and the same at the end, with the final proxy score. Proxy, gold and KL are measured on
+held-out prompts (the proxy of sums on the batch), averaged over three evaluations and
+interpolated linearly. `held.PUBLISHED` is answered over the seeds in which both cells
+reach the target.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from studies.regularisers.held import NAMES, NONE, PUBLISHED
 Row = Mapping[str, Any]
 MEASURED = ("gold", "kl", "entropy", "distinct", "step")
 AT_END = ("score", *MEASURED[:-1])
-LOOKS = 3  # that a number on the way is the mean of
+LOOKS = 3  # number of evaluations in a moving average
 
 
 def way(run: Finished) -> list[dict[str, float]]:
-    """Means of LOOKS looks in a row: score, and MEASURED."""
+    """Moving averages over LOOKS evaluations of the score and of MEASURED."""
     by_step = {row["step"]: row for row in metrics.read(run.folder / "metrics.jsonl")}
     rows = []
     for point in run.points():
@@ -63,10 +64,10 @@ def way(run: Finished) -> list[dict[str, float]]:
 
 
 def passage(rows: Sequence[Row], *, target: float) -> dict[str, float] | None:
-    """Where the score first comes to the target, on the line between two rows.
+    """MEASURED when the score first reaches the target, interpolated linearly.
 
     Returns:
-      None where it never does.
+      None if the score never reaches it.
     """
     before = rows[0]
     for row in rows:
@@ -82,11 +83,11 @@ def passage(rows: Sequence[Row], *, target: float) -> dict[str, float] | None:
 
 
 def summarise(runs: Sequence[Finished]) -> dict[str, Any]:
-    """From runs to figures.
+    """Computes the figures of a sweep.
 
     Returns:
-      "target", a score; "cells": of each what it is at the target and at the end;
-      "claims": each published one, answered.
+      "target", a score; "cells": the measures of each at the target and at the end;
+      "claims": the answers to the published claims.
     """
     ways = {(label_of(run), run.seed): way(run) for run in runs}
     free = [rows for (label, _), rows in ways.items() if label == NONE]
@@ -109,14 +110,14 @@ def summarise(runs: Sequence[Finished]) -> dict[str, Any]:
 
 
 def answered(cells: Row) -> list[dict[str, Any]]:
-    """The published claims, by the numbers of each seed where both come to the target.
+    """Answers the published claims, over the seeds in which both cells have a value.
 
     Measures named last_gold and so on are those at the end.
     """
 
     def lookup(measure: str, settings: Row) -> dict[int, float]:
         at_end = measure.startswith("last_")
-        cell = cells.get(str(settings["held"]), {})  # none where no run is done
+        cell = cells.get(str(settings["held"]), {})  # empty without a finished run
         place = cell.get("end" if at_end else "target", {})
         by_seed = place.get(measure.removeprefix("last_"), {})
         return {int(seed): value for seed, value in by_seed.items()}
@@ -129,7 +130,7 @@ def answered(cells: Row) -> list[dict[str, Any]]:
 
 
 def label_of(run: Finished) -> str:
-    """The name of a cell, of "held=kl"."""
+    """The label of a run's cell, "kl" in "held=kl"."""
     return run.cell.partition("=")[2]
 
 
@@ -141,7 +142,7 @@ def estimate(by_seed: Mapping[str, float]) -> dict[str, Any]:
 
 
 def table(figures: Row, *, place: str) -> list[tuple[str, ...]]:
-    """Rows of a name and of what it has come to at the target, or at the end."""
+    """The rows of the table of one place, "target" or "end"."""
     names = MEASURED if place == "target" else AT_END
     rows = []
     for label, cell in figures["cells"].items():
@@ -161,7 +162,7 @@ def _shown(row: Row | None) -> str:
 
 
 def draw(runs: Sequence[Finished]) -> Figure:
-    """Gold against the proxy score on the way, each cell's mean over seeds."""
+    """Plots gold against the proxy score along training, means over seeds."""
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axis = figure.subplots()
     ways: dict[str, list[Any]] = {}
@@ -190,7 +191,7 @@ def draw(runs: Sequence[Finished]) -> Figure:
 
 
 def main(options: finished.Options) -> None:
-    """Tells and draws what a sweep of regularisers has come to."""
+    """Prints and plots the figures of a sweep of regularisers."""
     runs = finished.runs_of(options.sweep)
     figures = summarise(runs)
     title = f"where the proxy score is {figures['target']:.2f}"

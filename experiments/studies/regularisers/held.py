@@ -1,4 +1,4 @@
-"""What holds the policy in each cell, and what its authors claim."""
+"""The regularisers of the sweeps' cells, and their authors' claims."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 NONE, KL = "none", "kl"
 TO_GO, EMA, MIXTURE = "kl_to_go", "ema", "mixture"
 FLAT, DIVERGENCE, COVARIANCE = "gradient_penalty", "dppo", "kl_cov"
-# k1 in the reward, where a cell does not say.
+# The default of a cell is k1 in the reward.
 IN_REWARD = {"penalty.grad_estimator": None, "penalty.placement": "reward"}
 HELD = (KL, TO_GO, EMA, MIXTURE, FLAT, DIVERGENCE, COVARIANCE)
 NAMES = {
@@ -25,14 +25,14 @@ NAMES = {
 def cells(
     *, kl_coef: float, strength: float, top_k: int, share: float
 ) -> list[dict[str, Any]]:
-    """The axis of a sweep, a cell of each name.
+    """The axis of a sweep, one cell per name.
 
     Args:
-      kl_coef: β of all KLs; that to the mixture, a half of which is to the first
-        policy, has twice as much.
+      kl_coef: β of all KLs; the KL to the mixture has 2β, since half of the mixture is
+        the first policy.
       strength: γ of gradient regularisation.
-      top_k: tokens over which the KL to the moving average is exact.
-      share: of the tokens that KL-Cov holds.
+      top_k: number of tokens over which the KL to the moving average is exact.
+      share: share of the tokens that KL-Cov penalises.
     """
     options: dict[str, dict[str, Any]] = {
         NONE: {"kl_coef": 0.0},
@@ -60,9 +60,9 @@ def cells(
 
 
 class Published(NamedTuple):
-    """A claim, borne out by greater > less of a measure.
+    """A claim, which holds if the measure of `greater` exceeds that of `less`.
 
-    Measures are those of `figures`: at the target, and last_ at the end.
+    Measures are those of `figures` at the target, or with last_ at the end.
     """
 
     source: str
@@ -73,7 +73,7 @@ class Published(NamedTuple):
 
     @property
     def claim(self) -> str:
-        """For `sweeps.claims.answer`."""
+        """The claim as an expression for `sweeps.claims.answer`."""
         greater, less = (
             f"{self.measure}(held={name!r})" for name in (self.greater, self.less)
         )

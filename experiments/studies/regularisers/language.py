@@ -1,7 +1,8 @@
 """The sweep of `regularisers` on the quickstart's language, against a reward model.
 
-GRPO in groups of eight with the mean of the others as baseline (RLOO's), no deviation,
-and sums over responses; four updates on a batch, as trust regions act from the second.
+GRPO in groups of eight with RLOO's baseline (the mean of the others), without the std,
+and with sums over responses. A batch has four updates, because trust regions act from
+the second.
 """
 
 from held import cells

@@ -1,8 +1,8 @@
-"""The page of `regularisers`: tables of both recorded sweeps, and the claims.
+"""Writes the page of `regularisers`: tables of both recorded sweeps, and the claims.
 
     python experiments studies.regularisers.page experiments/recorded/regularisers
 
-Writes page.md into the folder, which has language/figures.json and
+Writes page.md into the folder, from its language/figures.json and
 arithmetic/figures.json.
 """
 
@@ -51,7 +51,7 @@ def lines(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """The page, line by line.
 
     Args:
-      figures: of `figures.summarise`, by world.
+      figures: {world: the result of `figures.summarise`}.
     """
     page = [
         "# Six regularisers at equal proxy score",
@@ -105,7 +105,6 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def main(folder: Path) -> None:
-    """Writes page.md of a record."""
     figures = {
         world: json.loads((folder / world / "figures.json").read_text(encoding="utf-8"))
         for world in WORLDS

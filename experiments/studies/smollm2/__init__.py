@@ -1,1 +1,1 @@
-"""Rewards that a program verifies, on SmolLM2-135M-Instruct: sums and GSM8K."""
+"""Verifiable rewards on SmolLM2-135M-Instruct: sums and GSM8K."""

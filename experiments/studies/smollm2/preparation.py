@@ -3,13 +3,13 @@
     python experiments pretrained.smollm2 --out runs/smollm2
     python experiments studies.smollm2.preparation --out runs/verified
 
-`sums`: two numbers from 1 to 29. A pair is held out in both orders. `gsm8k_easy`: the
-questions of GSM8K that take one step, by the <<...>> of the worked answer: 404 of its
-training set and 64 of its test set, of which those with short prompts are kept. What is
-held out is from the test set. GSM8K (MIT, github.com/openai/grade-school-math) is read
-from --questions and comes with nothing here.
+`sums` has pairs of numbers from 1 to 29; a pair is held out in both orders.
+`gsm8k_easy` has the questions of GSM8K with one step, by the <<...>> of the worked
+answer: 404 of the training set and 64 of the test set, which is held out. Questions
+with long prompts are dropped. GSM8K (MIT, github.com/openai/grade-school-math) is read
+from --questions and is not part of this repository.
 
-Prompts are messages with one solved example, in the form that is asked for. Writes
+Prompts are messages with one solved example in the required form. The program writes
 OUT/TASK/train.jsonl and OUT/TASK/held_out.jsonl within seconds.
 """
 
@@ -33,7 +33,7 @@ from rlhf_jax.roles.rewards.verifiers import number
 from studies.smollm2.rewards import NUMBER
 
 Row = dict[str, Any]
-LARGEST = 29  # of the two numbers; 0 + b would have its answer in the question
+LARGEST = 29  # numbers are 1 to LARGEST; 0 + b would contain its answer
 MARKED = rf".*#### ({NUMBER})"  # the form of a response to GSM8K
 SUM_SYSTEM = "Write the sum and nothing else."
 SUM_EXAMPLE = ("12 + 19 =", "12 + 19 = 31")
@@ -47,7 +47,7 @@ GSM8K_EXAMPLE = (
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     out: Path
-    """Folder of the prompts; files that are there are written anew."""
+    """Folder of the prompts; existing files are overwritten."""
     model: str = "runs/smollm2"
     """Checkpoint whose tokenizer counts the tokens of prompts."""
     questions: Path = Path("../shared/data/gsm8k")
@@ -57,9 +57,9 @@ class Options:
     max_prompt: int = 130
     """Longest prompt of `gsm8k_easy`, tokens, chat template included."""
     seed: int = 0
-    """Of the order of the pairs."""
+    """Seed of the order of the pairs."""
     smallest: bool = False
-    """Whether to write `sums` alone, 8 held-out pairs, for smallest.toml."""
+    """Write only `sums`, with 8 held-out pairs, for smallest.toml."""
 
 
 def messages(system: str, example: tuple[str, str], question: str) -> list[Row]:
@@ -74,7 +74,7 @@ def messages(system: str, example: tuple[str, str], question: str) -> list[Row]:
 
 
 def sums(*, num_held_out: int, seed: int) -> dict[str, list[Row]]:
-    """Every pair but that of the example, in one order each, as train and held_out."""
+    """Every pair except the example's, in one order each, as train and held_out."""
     pairs = [
         pair
         for pair in itertools.combinations_with_replacement(range(1, LARGEST + 1), 2)
@@ -108,7 +108,7 @@ def one_step(rows: Iterable[Row]) -> list[Row]:
 
 
 def short(rows: Iterable[Row], *, model: str, longest: int) -> list[Row]:
-    """The rows whose prompts have at most so many tokens."""
+    """The rows whose prompts have at most `longest` tokens."""
     tokenizer = load_tokenizer(model)
 
     def num_tokens(row: Row) -> int:
@@ -122,7 +122,7 @@ def short(rows: Iterable[Row], *, model: str, longest: int) -> list[Row]:
 
 
 def write(folder: Path, sides: dict[str, list[Row]]) -> None:
-    """FOLDER/train.jsonl and FOLDER/held_out.jsonl."""
+    """Writes FOLDER/train.jsonl and FOLDER/held_out.jsonl."""
     folder.mkdir(parents=True, exist_ok=True)
     for side, rows in sides.items():
         lines = "".join(json.dumps(row) + "\n" for row in rows)

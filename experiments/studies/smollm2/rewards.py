@@ -1,9 +1,9 @@
-"""Three counts of a response: the right number in the asked form, and each alone.
+"""Three rewards: the right number in the required form, and each of the two alone.
 
     --rewards correct=function:experiments.studies.smollm2.rewards:correct ...
 
-A row has `form`, a regular expression of the whole response whose group 1 is the
-number, and `answer`, the right one. With the form `17 \\+ 25 = (NUMBER)` and 42:
+A row has `form`, a regular expression for the whole response whose group 1 is the
+number, and `answer`, the right number. With the form `17 \\+ 25 = (NUMBER)` and 42:
 
     response              correct   format   arithmetic
     17 + 25 = 42             1         1         1
@@ -11,9 +11,9 @@ number, and `answer`, the right one. With the form `17 \\+ 25 = (NUMBER)` and 42
     The sum is 42.           0         0         1
     17 + 25 = 42 or 52       0         0         1
 
-So arithmetic - correct is the share that is right in another form, and format - correct
-that of wrong numbers in the asked form. In a text with many numbers the right one may
-stand by chance: arithmetic is an upper bound there.
+So arithmetic - correct is the share of right numbers in another form, and
+format - correct that of wrong numbers in the required form. A text with many numbers
+may contain the right one by chance, so arithmetic is an upper bound.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from rlhf_jax.roles.rewards.verifiers import number
 
 Row = Mapping[str, Any]
 NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?"  # answers of both tasks are not negative
-# A whole number of the text: neither the end of 3.5, nor that of 1,234 or -42.
+# A complete number in the text, not the end of 3.5, 1,234 or -42.
 _NUMBERS = re.compile(rf"(?<![\d.,-]){NUMBER}")
 
 
 def correct(
     prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Row]
 ) -> list[float]:
-    """1 for a response that is in the asked form and has the right number there."""
+    """1 for a response in the required form with the right number, else 0."""
     del prompts
     return [
         float(match is not None and _equal(match[1], row))
@@ -44,7 +44,7 @@ def correct(
 def in_form(
     prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Row]
 ) -> list[float]:
-    """1 for a response in the asked form, whatever its number."""
+    """1 for a response in the required form, with any number, else 0."""
     del prompts
     return [float(match is not None) for match in _matches(responses, rows)]
 
@@ -52,7 +52,7 @@ def in_form(
 def arithmetic(
     prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Row]
 ) -> list[float]:
-    """1 for a response in which the right number stands somewhere."""
+    """1 for a response that contains the right number, else 0."""
     del prompts
     return [
         float(any(_equal(text, row) for text in _NUMBERS.findall(response)))

@@ -2,9 +2,9 @@
 
     python experiments studies.smollm2.tables runs/verified/sums_sweep
 
-Prints two tables in Markdown, of all that --held-out measures: each cell's values, and
-its change seed by seed. Means over seeds, with 95% intervals from two seeds on; a share
-that is equal in all of them has an interval of no width.
+Prints two Markdown tables of the measures of --held-out: the values of each cell, and
+their changes seed by seed. They have means over seeds and, from two seeds on, 95%
+intervals, whose width is 0 if all seeds have the same value.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.sweeps import statistics
 from studies import finished
 
-MEASURES = {  # of summary.json, by their titles
+MEASURES = {  # {title: name in summary.json}
     "pass@1": "held_out_reward/correct",
     "pass@8": "held_out_pass_at_k_reward/correct",
     "greedy, correct": "held_out_greedy_reward/correct",
@@ -26,7 +26,7 @@ MEASURES = {  # of summary.json, by their titles
     "length [tokens]": "held_out_length",
 }
 WHEN = ("before", "after")
-SAMPLES = 8  # of --held-out-samples, which pass@8 is of
+SAMPLES = 8  # --held-out-samples, for pass@8
 Summaries = Mapping[int, Mapping[str, Any]]  # by seed
 
 
@@ -34,7 +34,7 @@ def cells_of(runs: Sequence[finished.Finished]) -> Mapping[str, Summaries]:
     """The summaries of every cell, in the order of the sweep.
 
     Raises:
-      InputError: a run was not evaluated as those of this study are; names it.
+      InputError: a run was not evaluated as this study requires.
     """
     cells: dict[str, dict[int, Mapping[str, Any]]] = {}
     for run in runs:
@@ -53,7 +53,7 @@ def cells_of(runs: Sequence[finished.Finished]) -> Mapping[str, Summaries]:
 
 
 def cell(values: Sequence[float], *, signed: bool = False) -> str:
-    """A mean, with the 95% interval that two values or more have."""
+    """A mean and, from two values on, its 95% interval, as text."""
     estimate = statistics.estimate(values)
     sign = "+" if signed else ""
     mean = f"{estimate.mean:{sign}.2f}"
@@ -64,13 +64,13 @@ def cell(values: Sequence[float], *, signed: bool = False) -> str:
 
 
 def markdown(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table."""
+    """A Markdown table."""
     lines = [heading, ["---"] * len(heading), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def values_table(cells: Mapping[str, Summaries]) -> str:
-    """Before, which is the model that all cells start from, and after."""
+    """The table of values; "before" is the model from which all cells start."""
     [first, *_] = cells.values()
     rows = [
         [
@@ -87,7 +87,7 @@ def values_table(cells: Mapping[str, Summaries]) -> str:
 
 
 def changes_table(cells: Mapping[str, Summaries]) -> str:
-    """After less before, seed by seed."""
+    """The table of changes, after minus before, seed by seed."""
     rows = [
         [
             name,

@@ -1,1 +1,1 @@
-"""What learning from the responses of an older policy does to a policy."""
+"""The effect of learning from the responses of an older policy."""

@@ -1,12 +1,11 @@
-"""Frontiers of gold against KL of samplers that are behind, from their sweep.
+"""Frontiers of gold against KL for stale samplers, from their sweep.
 
     python experiments studies.staleness.figures runs/staleness
 
-Writes figures.json and plots/frontier.png into the sweep's folder: of every sampler at
-every β the means over seeds of gold, KL and fluency at the end with their 95%
-intervals and the value of each seed; from its metrics.jsonl the largest staleness, and
-the means from step 5 on of the distance to the sampler and of the weights' effective
-size.
+Writes figures.json and plots/frontier.png into the sweep's folder. For every sampler
+and β they have the final gold, KL and fluency, as means over seeds with 95% intervals
+and by seed. From metrics.jsonl come the largest staleness and the means, from step 5
+on, of the mismatch to the sampler and of the weights' effective sample size.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ from studies import finished
 from studies.finished import Finished
 
 MEASURED = ("gold", "kl", "fluency")
-FROM = 5  # the step from which on a sampler 4 behind is at its distance
+FROM = 5  # first step at which a sampler 4 behind has its full staleness
 OF_SAMPLERS = ("policy/sampler_mismatch", "policy/sampler_ess")
 ON_POLICY = "on-policy"
 
 
 def sampler_of(run: Finished) -> str:
-    """As "4 behind, truncate"."""
+    """The name of a run's sampler, as in "4 behind, truncate"."""
     if not run.config["staleness"]:
         return ON_POLICY
     return f"{run.config['staleness']} behind, {run.config['correction']}"
 
 
 def summarise(runs: Sequence[Finished]) -> list[dict[str, Any]]:
-    """Of each cell its sampler, β, what metrics say of it and estimates of MEASURED.
+    """The sampler, β, metrics and estimates of MEASURED of each cell.
 
     Args:
-      runs: that are done, by cell.
+      runs: finished runs, by cell.
     """
     cells: dict[str, list[Finished]] = {}
     for run in runs:
@@ -75,7 +74,7 @@ def summarise(runs: Sequence[Finished]) -> list[dict[str, Any]]:
 
 
 def tell(rows: Sequence[dict[str, Any]]) -> None:
-    """The rows of `summarise` as a table."""
+    """Prints the rows of `summarise` as a table."""
     report.table(
         "Mean ± half of the 95% interval over seeds",
         ("sampler", "β", *MEASURED),
@@ -98,7 +97,7 @@ def _shown(estimate: dict[str, Any]) -> str:
 
 
 def draw(rows: Sequence[dict[str, Any]]) -> Figure:
-    """Gold against √KL: a line for each sampler, along β."""
+    """Plots gold against √KL, with a line per sampler along β."""
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axis = figure.subplots()
     samplers = list(dict.fromkeys(row["sampler"] for row in rows))
@@ -132,7 +131,7 @@ def draw(rows: Sequence[dict[str, Any]]) -> Figure:
 
 
 def main(options: finished.Options) -> None:
-    """Tells and draws what a sweep of samplers has come to."""
+    """Prints and plots the figures of a sweep of samplers."""
     rows = summarise(finished.runs_of(options.sweep))
     tell(rows)
     (options.sweep / "plots").mkdir(exist_ok=True)

@@ -1,10 +1,10 @@
-r"""`sweep` at 0.3 of its learning rates and twice its steps: does it matter less?
+r"""`sweep` at 0.3 of its learning rates and twice its steps: is staleness less harmful?
 
     rlhf-jax sweep experiments/studies/staleness/small_steps.py --out runs/small_steps \
         --map
     python experiments studies.staleness.figures runs/small_steps
 
-An update moves the policy less, so that older samples are closer to it.
+An update changes the policy less, so that older samples are closer to it.
 """
 
 import sweep as large_steps  # beside this file

@@ -1,19 +1,19 @@
-"""Does a policy lose by learning from samples of an older one, and what gives it back?
+"""Does a policy lose by learning from stale samples, and which correction helps?
 
     rlhf-jax sweep experiments/studies/staleness/sweep.py --out runs/staleness --map
     python experiments studies.staleness.figures runs/staleness
 
 PPO on the language of the quickstart, against its reward model. The sampler is 0, 1 or
-4 iterations behind (`rlhf-jax ppo --max-staleness`), and what corrects for it is
+4 iterations behind (`rlhf-jax ppo --max-staleness`). The corrections are
 
     truncate    recomputed log-probs, and importance weights over the sampler of at
                 most 2: the default of --max-staleness
     ratio       the clipped ratio to the sampler's log-probs (--sampler-correction
                 ratio)
-    none        nothing: the responses are taken for the policy's own, which the
-                trainers refuse
+    none        none: the responses are treated as on-policy, which the trainers
+                reject
 
-at three β, which make a frontier of gold against KL; 105 runs, recorded in
+at three β, which give a frontier of gold against KL. The 105 runs are recorded in
 recorded/staleness/large_steps. `small_steps` is the same at smaller learning rates.
 """
 

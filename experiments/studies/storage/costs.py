@@ -1,4 +1,4 @@
-"""What one storage of the reference costs, and its errors against float32."""
+"""The cost of one storage of the reference, and its errors relative to float32."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 
 class Exact(NamedTuple):
-    """Figures of the copy in float32, with which the others are compared."""
+    """Figures of the float32 copy, with which the others are compared."""
 
     logprobs: np.ndarray  # f32[N], nats, of the held-out tokens
     kl: np.ndarray  # f32[responses], nats
@@ -38,7 +38,7 @@ MIB = 2**20
 
 
 def scoring(options: Preparation, *, model: ModelConfig) -> Callable[..., Scored]:
-    """The program whose cost is measured: KL of the policy's responses."""
+    """The program whose cost is measured; it computes the KL of the responses."""
 
     def scored(reference: Frozen | None, responses: Rollout) -> Scored:
         return score.score(
@@ -56,7 +56,7 @@ def scoring(options: Preparation, *, model: ModelConfig) -> Callable[..., Scored
 def cost(
     options: Config, reference: Frozen | None, *, model: ModelConfig, responses: Rollout
 ) -> tuple[Row, Scored]:
-    """What scoring with a storage takes: bytes at most and seconds."""
+    """Measures the peak bytes and the seconds of scoring with a storage."""
 
     def moved() -> Rollout:
         return responses if reference is None else frozen.beside(reference, responses)
@@ -89,7 +89,7 @@ def peak(memory: Any) -> float:
 def held_out_logprobs(
     reference: Frozen, held_out: list[Sequences], *, model: ModelConfig
 ) -> np.ndarray:
-    """Log-probs of all held-out tokens, nats."""
+    """f32[N], the log-probs of all held-out tokens, nats."""
 
     @jax.jit
     def logprobs(reference: Frozen, batch: Sequences) -> jax.Array:
@@ -107,11 +107,11 @@ def held_out_logprobs(
 
 
 def stored(storage: str, params: Params, *, base: Frozen) -> Frozen | None:
-    """The reference in a storage that a program reads, not from the disk.
+    """The reference in a storage other than disk.
 
     Args:
-      storage: one of `STORAGES`, without precomputed.
-      base: that a policy of adapters holds in any case, and is its reference.
+      storage: one of `STORAGES`, except precomputed.
+      base: the base of a LoRA policy, for "lora-base".
     """
     match storage:
         case "none":
@@ -125,7 +125,7 @@ def stored(storage: str, params: Params, *, base: Frozen) -> Frozen | None:
 
 
 def live_mib() -> tuple[float, float]:
-    """MiB of all arrays that live, on the devices and in the host's pinned memory."""
+    """MiB of all live arrays, on the devices and in pinned host memory."""
     sizes = {True: 0, False: 0}
     for array in jax.live_arrays():
         sizes[array.sharding.memory_kind == "pinned_host"] += array.nbytes
@@ -133,7 +133,7 @@ def live_mib() -> tuple[float, float]:
 
 
 def errors(logprobs: np.ndarray, kl: np.ndarray, *, exact: Exact) -> Row:
-    """Distance from the figures of the copy in float32."""
+    """Mean absolute errors relative to the float32 copy."""
     return {
         "logprob_error": float(np.abs(logprobs - exact.logprobs).mean()),
         "kl": float(kl.mean()),
@@ -151,7 +151,7 @@ def from_disk(
     held_out: list[Sequences],
     exact: Exact,
 ) -> Row:
-    """Log-probs computed once and read back: for a data set that does not change."""
+    """The row of precomputed log-probs, which suit a data set that does not change."""
     cached = functools.partial(
         precomputed.load_or_compute,
         folder,

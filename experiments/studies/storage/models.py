@@ -1,4 +1,4 @@
-"""A trained reference, a policy that was trained on from it, and its responses."""
+"""A trained reference, a policy trained further from it, and its responses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Params = Any
 
 
 def blocks(options: Preparation) -> tuple[ModelConfig, Params, list[Example]]:
-    """The model as it is before any update here, and the text in its tokens."""
+    """The model before any update, and the text as blocks of its tokens."""
     text = json_lines.read_text(options.text)
     size = options.max_length
     if options.model is not None:
@@ -58,7 +58,7 @@ def train(
     examples: list[Example],
     schedule: optax.Schedule,
 ) -> Params:
-    """The parameters after the stage `name`, next-token prediction on the examples."""
+    """Trains by next-token prediction on the examples, as the stage `name`."""
     options: Any = job.config
     stream = batches.sequence_batches(
         examples, batch_size=options.batch_size, seed=options.seed, pad_id=0
@@ -80,7 +80,7 @@ def train(
 def sample(
     options: Preparation, params: Params, *, model: ModelConfig, texts: list[Example]
 ) -> Rollout:
-    """The policy goes on from the beginnings of texts."""
+    """Samples continuations of the beginnings of texts."""
     width = options.max_length - options.max_new_tokens
     tokens = [text.response[:width] for text in texts if len(text.response) >= width]
     if not tokens:

@@ -1,4 +1,4 @@
-"""The options of the study of the reference's storages."""
+"""Options of the study of the reference's storages."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ STORAGES = (*WAYS, "cpu", "lora-base", "none", "precomputed")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preparation(RunConfig):
-    """What all storages are measured on: a reference, a policy and its responses."""
+    """Options of the reference, the policy and the responses that storages share."""
 
     text: str
-    """A .txt file; a share of it is held out, and the rest trains a model without
-    --model."""
+    """Path of a .txt file; a share of it is held out, and without --model the rest
+    trains a model."""
     model: str | None = None
     """A trained checkpoint, a folder or a hub id; None trains one on bytes."""
     hidden_size: int = 256
-    """Width of the model that is trained."""
+    """Width of the trained model."""
     num_layers: int = 6
-    """Depth of the model that is trained."""
+    """Depth of the trained model."""
     num_heads: int = 4
-    """Attention heads of the model that is trained."""
+    """Attention heads of the trained model."""
     num_steps: int = 500
-    """Updates that train it."""
+    """Updates of the trained model."""
     learning_rate: float = 2e-3
     """Peak learning rate; it falls to 0 along a cosine."""
     nudge_steps: int = 20
-    """Updates on other blocks that make the policy out of the reference."""
+    """Updates on other blocks that turn the reference into the policy."""
     nudge_learning_rate: float = 2e-4
-    """Learning rate of these updates, constant."""
+    """Constant learning rate of the --nudge-steps."""
     batch_size: int = 16
     """Blocks of text per update."""
     max_length: int = 128
-    """Tokens of a block, and of prompt and response together."""
+    """Tokens of a block, and of a prompt with its response."""
     max_new_tokens: int = 64
     """Tokens of a response."""
     responses: int = 32
@@ -47,7 +47,8 @@ class Preparation(RunConfig):
     temperature: float = 1.0
     """Temperature of sampling and of log-probs."""
     held_out: float = 0.05
-    """Share of the blocks that measures log-probs; as many more make the policy."""
+    """Share of the blocks on which log-probs are measured; equally many train the
+    policy."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,19 +71,19 @@ class Preparation(RunConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Preparation):
-    """One storage, and where what it shares with the others is prepared."""
+    """Options of the measurement of one storage."""
 
     storage: str
-    """Storage of the reference that is measured: copy, bf16, fp16, int8, int8-bf16,
-    host, host-int8, cpu, lora-base, none or precomputed."""
+    """Storage of the reference to measure: copy, bf16, fp16, int8, int8-bf16, host,
+    host-int8, cpu, lora-base, none or precomputed."""
     prepared: Path | None = None
-    """Folder of what runs of all storages share, made by the first of them; None is
+    """Folder that the runs of all storages share, prepared by the first run; None is
     OUT/prepared."""
     repeats: int = 5
-    """Times that a batch is scored; the median of the seconds counts."""
+    """Number of times that a batch is scored, for the median of the seconds."""
     topology: str | None = None
-    """TPU whose compiler is asked too, for instance v5e:2x2 (extra plan); None is no
-    TPU."""
+    """TPU for whose compiler the program is compiled too, for instance v5e:2x2 (extra
+    plan); None skips it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,11 +95,11 @@ class Config(Preparation):
             )
 
     def preparation(self) -> Preparation:
-        """The options of what is shared, with the folder of this seed as `out`."""
+        """The options of the shared preparation, with the folder of this seed."""
         shared = {field.name for field in dataclasses.fields(Preparation)}
         fields = {name: value for name, value in vars(self).items() if name in shared}
         at = self.out / "prepared" if self.prepared is None else self.prepared
         own = {"out": at / f"seed_{self.seed}", "resume": False, "resume_from": None}
-        # The others that read it may want none of these.
+        # Options of this run alone, not of the shared preparation.
         own |= {"profile": None, "tensorboard": False, "wandb": False, "trackio": False}
         return Preparation(**(fields | own))

@@ -1,12 +1,12 @@
-"""What all storages are measured on, prepared once, by the run that comes first.
+"""The data that all storages are measured on, prepared by the first run.
 
-PREPARED/seed_0.lock     held by the run that prepares; the others wait for it
+PREPARED/seed_0.lock     held by the run that prepares, while others wait
 PREPARED/seed_0/         a run folder, whose stages train the reference and the policy
     reference/           the trained reference, without --model
     shared.npz           responses, held-out blocks and the figures of the copy
-    summary.json         written last: where it is, the runs read
+    summary.json         written last, when the preparation is complete
 
-The lock goes with its process. When that is killed, the next run goes on from the
+The lock is released when its process ends. After a kill the next run resumes from the
 newest snapshot.
 """
 
@@ -44,27 +44,27 @@ Params = Any
 SUMMARY = "summary.json"
 SHARED = "shared.npz"
 REFERENCE = "reference"
-TEXT = "text_digest"  # in the summary
+TEXT = "text_digest"  # a key of summary.json, as is the next
 FINGERPRINT = "reference_fingerprint"
 
 
 class Prepared(NamedTuple):
-    """What all storages are measured on."""
+    """The data that all storages are measured on."""
 
     model: ModelConfig
-    params: Params  # f32, of the reference
-    responses: Rollout  # of the policy
+    params: Params  # parameters of the reference, f32
+    responses: Rollout  # responses of the policy
     held_out: list[Sequences]
     exact: Exact
     summary: dict[str, Any]
 
 
 def check(options: Config) -> None:
-    """Checks that what is prepared already, if anything, fits; touches nothing.
+    """Checks that an existing preparation has the same options; writes nothing.
 
     Raises:
-      InputError: the text cannot be read, or the folder was prepared with other
-        options or of another text; says which.
+      InputError: the text cannot be read, or the folder was prepared with other options
+        or another text.
     """
     text = _digest(options.text)
     config = options.preparation()
@@ -90,10 +90,10 @@ def check(options: Config) -> None:
 
 
 def get(options: Config) -> Prepared:
-    """What is shared, prepared first where it is not there yet.
+    """Returns the shared data, and prepares it first if it does not exist.
 
     Raises:
-      InputError: as `check`, or the checkpoint is not what it was.
+      InputError: as `check`, or the checkpoint has changed.
     """
     config = options.preparation()
     with _alone(config.out):
@@ -105,7 +105,7 @@ def get(options: Config) -> Prepared:
 
 
 def _prepare(options: Preparation) -> None:
-    """Trains, samples, and writes the folder."""
+    """Trains the models, samples responses and writes the folder."""
     started = time.perf_counter()
     text = _digest(options.text)
     model, params, examples = blocks(options)
@@ -135,7 +135,7 @@ def _prepare(options: Preparation) -> None:
     )
     reference = frozen.freeze(params)
     scored = jax.jit(scoring(options, model=model))(reference, responses)
-    assert scored.kl is not None  # as there is a reference
+    assert scored.kl is not None  # because there is a reference
     logprobs = held_out_logprobs(reference, in_order, model=model)
     _save(
         options.out / SHARED,
@@ -163,7 +163,7 @@ def _prepare(options: Preparation) -> None:
 
 
 def _read(options: Preparation) -> Prepared:
-    """What a run before, or this one, has prepared."""
+    """Reads the prepared data."""
     summary = _summary(options.out)
     if options.model is None:
         model, params = hf.load(options.out / REFERENCE)
@@ -196,7 +196,7 @@ def _read(options: Preparation) -> Prepared:
 
 @contextlib.contextmanager
 def _alone(place: Path) -> Iterator[None]:
-    """While one run prepares, the others wait here."""
+    """Holds the lock of a preparation; other runs wait for it."""
     path = place.with_name(f"{place.name}.lock")
     with contextlib.ExitStack() as locked:
         try:
@@ -219,7 +219,7 @@ def _digest(text: str) -> str:
 
 
 def _arrays(name: str, record: Rollout | Sequences) -> dict[str, np.ndarray]:
-    """The fields of a record that it has, by their names in a file."""
+    """The fields of a record that are not None, by their names in the file."""
     return {
         f"{name}/{field}": np.asarray(value)
         for field, value in vars(record).items()
@@ -228,7 +228,7 @@ def _arrays(name: str, record: Rollout | Sequences) -> dict[str, np.ndarray]:
 
 
 def _record(arrays: Any, name: str) -> dict[str, np.ndarray]:
-    """The fields again."""
+    """The inverse of `_arrays`."""
     return {
         path.partition("/")[2]: arrays[path]
         for path in arrays.files

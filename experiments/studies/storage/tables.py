@@ -1,8 +1,8 @@
-"""The tables and the picture of a sweep of `ablate_reference_storage` that is done.
+"""The tables and the plot of a finished sweep of `ablate_reference_storage`.
 
     python experiments studies.storage.tables runs/storage
 
-They go to runs/storage/storage.json and runs/storage/storage.png, of one seed.
+Writes runs/storage/storage.json and runs/storage/storage.png, for one seed.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ ERROR = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which sweep."""
+    """Options of the tables."""
 
     sweep: tyro.conf.Positional[Path]
-    """Folder of the sweep."""
+    """Folder of the sweep, the --out of `rlhf-jax sweep`."""
     seed: int = 0
-    """Whose rows are shown."""
+    """Seed of the runs to show."""
 
 
 def read(sweep: Path, *, seed: int) -> list[dict[str, Any]]:
     """The summaries of all storages, in the order of the sweep.
 
     Args:
-      sweep: its folder.
-      seed: of the runs.
+      sweep: the folder of the sweep.
+      seed: seed of the runs.
 
     Raises:
-      InputError: it is no such sweep, or a run is not done.
+      InputError: the folder is not such a sweep's, or a run is not finished.
     """
     cells = _read(sweep / planned.BEGUN, has=("cells",))["cells"]
     files = [sweep / "runs" / cell / f"seed_{seed}" / "summary.json" for cell in cells]
@@ -74,7 +74,7 @@ def read(sweep: Path, *, seed: int) -> list[dict[str, Any]]:
 
 
 def _read(file: Path, *, has: Sequence[str]) -> dict[str, Any]:
-    """An object of JSON with the fields that it must have."""
+    """Reads a JSON object and checks that it has some fields."""
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
         missing = [name for name in has if name not in fields]
@@ -91,10 +91,10 @@ def _read(file: Path, *, has: Sequence[str]) -> dict[str, Any]:
 
 
 def tell(rows: list[Row], *, loss: float) -> None:
-    """Prints what the storages cost and how far they are off.
+    """Prints the costs and errors of the storages.
 
     Args:
-      loss: of the reference on the held-out text, nats per token.
+      loss: loss of the reference on the held-out text, nats per token.
     """
     for title, columns in {
         "Cost of a reference's storage": COST,
@@ -109,7 +109,7 @@ def tell(rows: list[Row], *, loss: float) -> None:
 
 
 def draw(rows: list[Row]) -> Figure:
-    """One panel per column of the table, one bar per storage."""
+    """Plots one panel per column of the table, with one bar per storage."""
     columns = ("held_mib", "peak_mib", "tpu_peak_mib", "logprob_error", "kl_error")
     shown = [name for name in columns if any(row[name] is not None for row in rows)]
     figure = Figure(figsize=(3 * len(shown), 3.6), layout="constrained")

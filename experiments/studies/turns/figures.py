@@ -1,12 +1,12 @@
-"""What policies of several turns do on held-out rows, from their sweep.
+"""Evaluates policies of several turns on held-out rows, from their sweep.
 
     python experiments studies.turns.figures runs/turns/calculator
 
-Plays held-out rows with the policy of every run and with its reference: 800 episodes
-each, sampled as in training. Writes figures.json and plots/learning.png into the
-sweep's folder: the share of episodes that succeed, turns, score, and the KL to the
-reference on the sampled tokens. It also tells whether the share rises with each β, by
-the 95% interval of the differences over seeds.
+Plays 800 episodes of held-out rows with the policy of every run and with its reference,
+sampled as in training. Writes figures.json and plots/learning.png into the sweep's
+folder: the share of episodes that succeed, turns, score, and the KL to the reference
+over the sampled tokens. For each β it also prints the rise of the share, with its 95%
+interval over seeds.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ MEASURED = {
 
 
 class Player:
-    """Plays the held-out rows of a sweep; its programs are compiled once."""
+    """Plays the held-out rows of a sweep, with programs that are compiled once."""
 
     def __init__(
         self, config: grpo.Config, *, stack: contextlib.ExitStack, batch: int
     ) -> None:
-        """Compiles nothing yet.
+        """Reads the rows and builds the programs, without compiling them.
 
         Args:
-          config: of any run of the sweep.
-          stack: that ends the environment's processes.
-          batch: episodes at a time.
+          config: the config of any run of the sweep.
+          stack: closes the environment's processes.
+          batch: episodes per batch.
         """
         self._config, self._batch = config, batch
         meshes = Meshes.of(config)
@@ -71,7 +71,7 @@ class Player:
             **config.optimizers(),
         )
         source = config.watch.held_out
-        assert source is not None  # of a sweep that measures on held-out rows
+        assert source is not None  # the sweeps set --held-out
         responder = Responder(
             config,
             start=start,
@@ -98,20 +98,19 @@ class Player:
         )
 
     def play(self, model: str, *, reference: str, episodes: int) -> Figures:
-        """Means over episodes that a policy samples.
+        """Samples episodes of a policy and returns the means of MEASURED.
+
+        An episode succeeds if its score is above 0. The KL of an episode is
+        Σ (log π − log π_ref) over its sampled tokens, and kl_k3 is Σ k3 over them.
 
         Args:
-          model: the policy's checkpoint.
-          reference: that of the reference.
-          episodes: at least as many, in whole batches.
-
-        Returns:
-          MEASURED. An episode succeeds where its score is above 0. The KL of an episode
-          is Σ (log π − log π_ref) over its sampled tokens, and kl_k3 Σ k3 over them.
+          model: checkpoint of the policy.
+          reference: checkpoint of the reference.
+          episodes: least number of episodes, rounded up to whole batches.
         """
         policy = self._load(model).params
         frozen_reference = frozen.freeze(self._load(reference).params)
-        assert self._draw is not None  # there is an environment
+        assert self._draw is not None  # because there is an environment
         rows: dict[str, list[Any]] = {name: [] for name in MEASURED}
         for number in range(-(-episodes // self._batch)):
             rollout, scores = self._draw(
@@ -137,7 +136,7 @@ class Player:
 def played(
     runs: Sequence[Finished], *, episodes: int = EPISODES, batch: int = BATCH
 ) -> dict[str, Any]:
-    """{"before": {seed: figures}, "after": {β: {seed: figures}}} of a sweep's runs."""
+    """Plays all runs: {"before": {seed: figures}, "after": {β: {seed: figures}}}."""
     every = {
         run.folder: run_config.from_json(
             grpo.Config, dict(run.config), source=run.folder / folder.CONFIG
@@ -160,10 +159,10 @@ def played(
 
 
 def summarise(measured: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds of each β how much the success rises, with its 95% interval over seeds.
+    """Adds, for each β, the rise of success with its 95% interval over seeds.
 
     Args:
-      measured: of `played`.
+      measured: the result of `played`.
     """
     rises = {}
     for kl_coef, after in measured["after"].items():
@@ -181,7 +180,7 @@ def summarise(measured: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tell(figures: Mapping[str, Any]) -> None:
-    """The figures of `summarise` as a table."""
+    """Prints the figures of `summarise` as a table."""
     after = figures["after"]
     columns = {"reference": figures["before"]} | {
         f"β = {kl_coef}": of for kl_coef, of in after.items()
@@ -216,7 +215,7 @@ def _range(values: Sequence[float]) -> str:
 
 
 def draw(runs: Sequence[Finished]) -> Figure:
-    """Score, turns and KL along training: a line for each run, a colour for each β."""
+    """Plots score, turns and KL along training: a line per run, a colour per β."""
     figure = Figure(figsize=(10, 3), layout="constrained")
     panels = {
         "objective/scores": "score",
@@ -245,7 +244,7 @@ def draw(runs: Sequence[Finished]) -> Figure:
 
 
 def _smooth(values: Sequence[float], *, width: int = 5) -> list[float]:
-    """Means of `width` values in a row, fewer at the start."""
+    """Moving averages over `width` values, fewer at the start."""
     return [
         float(np.mean(values[max(0, n + 1 - width) : n + 1]))
         for n in range(len(values))
@@ -253,7 +252,7 @@ def _smooth(values: Sequence[float], *, width: int = 5) -> list[float]:
 
 
 def main(options: finished.Options) -> None:
-    """Plays, tells and draws what a sweep has come to."""
+    """Plays the episodes of a sweep, and prints and plots the figures."""
     runs = finished.complete(finished.runs_of(options.sweep))
     finished.check_apart(runs, option="kl_coef")
     figures = summarise(played(runs))

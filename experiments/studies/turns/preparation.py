@@ -1,4 +1,4 @@
-"""Rows, demonstrations, a tokenizer and an SFT model, for the sweeps of `turns`.
+"""Prepares rows, demonstrations, a tokenizer and SFT models for the sweeps of `turns`.
 
     python experiments studies.turns.preparation --out runs/turns
     rlhf-jax sweep experiments/studies/turns/calculator.toml --out runs/turns/calculator
@@ -6,10 +6,10 @@
     python experiments studies.turns.figures runs/turns/calculator
     python experiments studies.turns.figures runs/turns/guessing
 
-From each seed a model of two layers learns, from nothing, to speak in an environment
-from few demonstrations of its expert, by `rlhf-jax sft`. That stops early, so that
-about a third of the sampled episodes succeed. The sweeps go on from there by
-`rlhf-jax grpo --environment`, whose reference it is. Two minutes.
+For each seed a fresh model of two layers learns by `rlhf-jax sft` from few
+demonstrations of an environment's expert. SFT stops early, when about a third of the
+sampled episodes succeed. The sweeps continue by `rlhf-jax grpo --environment`, with
+this model as the reference. Expect two minutes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Options:
     out: Path
     """Folder of the rows and models of both environments."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    """Each has a model of its own for either environment."""
+    """Seeds; each has its own model for each environment."""
     calculator_steps: int = 270
     """Updates of SFT on the calculator's demonstrations."""
     guessing_steps: int = 55
@@ -64,7 +64,7 @@ def characters() -> transformers.PreTrainedTokenizerFast:
 
 
 def write(path: Path, rows: Sequence[Any]) -> None:
-    """JSON lines."""
+    """Writes JSON lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

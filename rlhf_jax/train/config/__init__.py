@@ -1,1 +1,1 @@
-"""What a user chooses: a tree of option groups, one per concern."""
+"""The options of commands: a tree of option groups, one per concern."""

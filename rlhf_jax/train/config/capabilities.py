@@ -1,8 +1,8 @@
-"""What cannot be combined across groups: one table, {(feature, feature): reason}.
+"""Features that cannot be combined across groups: {(feature, feature): reason}.
 
-It makes the check, its message, the matrix in the README and the tests. Within a group
-`exclude` and `need` refuse: options that exclude each other, or of which one needs the
-other. Choices are {option that makes one: whether it is made}, as it is written.
+The table makes the check, its message, the matrix in the README and the tests. Within a
+group `exclude` refuses options that exclude each other, and `need` an option without
+another one. `Choices` map an option, as it is written, to whether it is chosen.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def _asks_for_reference(c: Config) -> dict[str, bool]:
 
 
 def _first_apart(c: Config) -> dict[str, bool]:
-    """A place that the base under adapters, where that is the reference, has not."""
+    """A place of the first reference that no base under adapters can have."""
     place, is_start = c.placement.reference, c.reference.checkpoint is None
     elsewhere = place.apart or (is_start and place != WITH_POLICY)
     return {"--placement.reference": elsewhere}
 
 
 def _drawn_here(c: Config) -> dict[str, bool]:
-    """What only our decoder beside the trainer does."""
+    """Features that only the trainer's own decoder has."""
     return {
         "--environment": c.sampler.environment is not None,
         "--placement.sampler": c.placement.sampler.apart,
@@ -67,7 +67,7 @@ def _drawn_here(c: Config) -> dict[str, bool]:
 
 
 def _recorded_here(c: Config) -> dict[str, bool]:
-    """What our decoder records for the update: its experts, its likeliest tokens."""
+    """What the decoder records for the update: its experts, its likeliest tokens."""
     replay = c.method.routing_replay
     return {
         "--routing-replay sampler": replay is not None and replay.source == "sampler",
@@ -160,7 +160,7 @@ CHOICES: Mapping[str, Callable[[Config], Mapping[str, bool]]] = {
     "order of the decoder": lambda c: {
         "--continuous-batching": c.method.continuous_batching is not None,
         "--fixed-length": c.method.fixed_length is not None,
-        # -log μ of the drawn tokens, which stands for theirs, would choose by the draw.
+        # A server returns no entropy; -log μ of the drawn token would choose by chance.
         "--token-choice top_entropy": isinstance(c.method.token_choice, TopEntropy),
     },
     "how prompts are written": lambda c: {
@@ -232,13 +232,13 @@ FEATURES: Mapping[str, Callable[[Config], str | None]] = {
     name: lambda c, choices=choices: first(choices(c))
     for name, choices in CHOICES.items()
 }
-"""The first option that a config chooses a feature by, or None where it does not."""
+"""{feature: config -> the first option that chooses it, or None}."""
 
 TABLE: Mapping[tuple[str, str], str] = {
     ("no reference", "asks for a reference"): (
         "there is none to measure a KL to (--reference start takes one)"
     ),
-    ("unplaced penalty", "KL coefficient"): "the KL is measured then and acts nowhere",
+    ("unplaced penalty", "KL coefficient"): "the KL is then only measured",
     ("further references or steps without one", "one reference"): (
         "its loss reads one reference, in every step"
     ),
@@ -246,7 +246,7 @@ TABLE: Mapping[tuple[str, str], str] = {
         "exact KL needs the hidden states of both in one program; choose k1, k2 or k3"
     ),
     ("adapters", "first reference apart"): (
-        "the reference is the policy's base, and runs with it"
+        "the reference runs where the policy's base is"
     ),
     ("adapters", "mixed reference"): (
         "mixing adapters does not mix the weights that they stand for; reset instead"
@@ -258,21 +258,21 @@ TABLE: Mapping[tuple[str, str], str] = {
     ("adapters", "critic of its own"): (
         "the critic's adapters are over the policy's base"
     ),
-    ("shared trunk", "critic elsewhere"): "the critic is a head on the policy then",
-    ("critic apart", "joint guards"): "a guard leaves out a step of both",
+    ("shared trunk", "critic elsewhere"): "the critic is then a head on the policy",
+    ("critic apart", "joint guards"): "a guard skips a step of both",
     ("critic of a reward model", "not one reward model"): (
         "the critic starts from exactly one"
     ),
     ("options of reward models", "no reward model"): "there is none to place or store",
     ("adapters", "rounded sampler"): (
-        "its base is sampled with as --reference-storage has it"
+        "the dtype of its base is that of --reference-storage"
     ),
     ("sampler outside", "drawn here"): (
-        "our decoder beside the trainer draws these, and alone records experts and "
+        "only the decoder beside the trainer draws these, and records experts and "
         "likeliest tokens"
     ),
     ("server", "order of the decoder"): (
-        "a server has an order of its own, and returns no entropies"
+        "a server decides the order itself, and returns no entropies"
     ),
     ("environment", "how prompts are written"): "it writes its prompts from the rows",
     ("environment", "decoder options"): (
@@ -281,44 +281,42 @@ TABLE: Mapping[tuple[str, str], str] = {
     ),
     ("one width", "buckets"): "all of its batches have one width",
     ("redraws", "no known groups"): (
-        "groups of equal rewards are drawn again; here are none, or they are known "
-        "too late"
+        "groups of equal rewards are drawn again, but there are no groups, or they are "
+        "known too late"
     ),
     ("other sampler", "uncorrected"): (
-        "nothing corrects for the distance of the sampler then; truncate does"
+        "recompute does not correct for the sampler's distance; truncate does"
     ),
     ("draws beside", "mixture apart"): (
         "its mixture or greedy responses are drawn beside the policy's samples, in one "
         "program"
     ),
     ("packing", "context"): "a head reads packed states from any column",
-    ("packing", "padded loss"): "its loss reads rows padded",
-    ("alternatives", "stale sampler"): (
-        "the responses are of an older policy than the one that is asked"
-    ),
+    ("packing", "padded loss"): "its loss reads padded rows",
+    ("alternatives", "stale sampler"): "an older policy drew the responses",
     ("reference's samples", "not the start"): (
         "the reference is sampled by the policy's own program"
     ),
 }
-"""Why two features cannot be combined, as the end of a sentence."""
+"""The reason why two features cannot be combined, as the end of a sentence."""
 
 
 def check(config: Config) -> None:
-    """Refuses a config with a pair of features of the table."""
+    """Raises InputError if a config combines two features of a pair of the table."""
     for (one, other), reason in TABLE.items():
         exclude(CHOICES[one](config), CHOICES[other](config), reason=reason)
 
 
 def first(choices: Choices) -> str | None:
-    """The first option that makes a choice; None where none does."""
+    """Returns the first option that is chosen, or None."""
     return next((option for option, chosen in choices.items() if chosen), None)
 
 
 def exclude(choices: Choices, others: Choices, *, reason: str) -> None:
-    """Checks that no choice of one kind meets one of the other.
+    """Raises InputError if an option of `choices` and one of `others` are chosen.
 
     Args:
-      reason: why, as the end of a sentence.
+      reason: why they exclude each other, as the end of a sentence.
     """
     option, other = first(choices), first(others)
     if option is not None and other is not None:
@@ -328,14 +326,13 @@ def exclude(choices: Choices, others: Choices, *, reason: str) -> None:
 
 
 def need(choices: Choices, other: str, *, has: bool) -> None:
-    """Checks that no choice is made without the option that it belongs to.
+    """Raises InputError if an option is chosen without another one that it needs.
 
     Args:
-      other: that option, and `has` whether it is there.
+      other: the option that is needed; `has` says whether it is set.
     """
     option = first(choices)
     if option is not None and not has:
         raise InputError(
-            f"{option}: expected {other} with it, which it belongs to, got none; give "
-            f"both, or leave it out"
+            f"{option}: expected {other} with it, got none; give both, or leave it out"
         )

@@ -1,10 +1,10 @@
 """The config of every policy gradient: one tree, in which methods differ by `method`.
 
     start  data  rewards  reference  kl  batch  sampler  method  optimizer  watch
-    placement, and beside them the options of the run: out, seed, num_steps, ...
+    placement, and the options of the run itself: out, seed, num_steps, ...
 
-On the command line groups have no prefix, but for `placement.`, `lifecycle.` and
-`critic.`. In a file each is a table: [kl] kl_coef = 0.1.
+On the command line only `placement`, `critic` and groups inside other groups are
+prefixes. In a file each group is a table: [kl] kl_coef = 0.1.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from rlhf_jax.train.config.watch import Watch
 
 AutoUpdate = Literal["mesh", "remat", "micro-batch"]
 AutoChoice = Literal[AutoUpdate, "cache"]
-FLAT = tyro.conf.arg(name="")  # of a group whose options have no prefix
+FLAT = tyro.conf.arg(name="")  # marks a group whose options have no prefix
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyGradientConfig(RunConfig):
-    """What every policy gradient is asked; each method adds its recipe."""
+    """The options of every policy gradient; each method adds its recipe."""
 
     start: Annotated[Start, FLAT]
     """The model that is trained."""
     data: Annotated[Prompts, FLAT]
     """The prompts."""
     rewards: Annotated[Rewards, FLAT] = Rewards()
-    """What is maximised."""
+    """The rewards that are maximised."""
     reference: Annotated[Reference, FLAT] = Reference()
     """The frozen models of the KL."""
     kl: Annotated[KL, FLAT] = KL()
@@ -53,32 +53,32 @@ class PolicyGradientConfig(RunConfig):
     batch: Annotated[Batch, FLAT] = Batch()
     """The batch of an iteration."""
     sampler: Annotated[Sampling, FLAT] = Sampling()
-    """How it is drawn."""
+    """How responses are drawn."""
     optimizer: Annotated[Optimizer, FLAT] = Optimizer()
-    """How the policy follows its gradient."""
+    """How the policy is updated from its gradient."""
     watch: Annotated[Watch, FLAT] = Watch()
-    """What is measured and not trained on."""
+    """What is measured but not trained on."""
     placement: RolloutPlacement = RolloutPlacement()
-    """Where each role is: devices, mesh and memory."""
+    """Devices, mesh and memory of each role."""
     num_steps: int = 200
-    """Iterations: a batch of responses, and the updates on it."""
+    """Number of iterations. Each draws a batch of responses and learns from it."""
     stop_timeout: float = 20.0
     """Seconds that sampling, rewards and judge may still take after SIGTERM or Ctrl-C.
     Then the state from before this step is saved, and the run ends."""
     auto: tuple[AutoChoice, ...] | None = None
-    """What an estimate from model, devices and lengths chooses, and prints: mesh of the
-    policy, remat, micro-batch, and rows of the KV cache (cache); --auto alone chooses
-    all of them. Options that are not at their default stay."""
+    """Options to choose by an estimate from model, devices and lengths: mesh of the
+    policy, remat, micro-batch, and rows of the KV cache (cache). --auto alone chooses
+    all of them. Options that are not at their default are kept; None chooses none."""
     check_memory: bool = True
-    """Whether a run that cannot fit is refused before weights are read."""
+    """Whether a run that cannot fit into memory is refused before weights are read."""
 
     name: ClassVar[str]
-    """Of the method: its command, its stage and its snapshots."""
+    """Name of the method's command, stage and snapshots."""
     makes: ClassVar[type[PolicyGradient]]
-    """The algorithm of the recipe, which has its fields."""
+    """The algorithm that the recipe configures; it has the recipe's fields."""
     default_kl_coef: ClassVar[float] = 0.05
     needs_reward: ClassVar[bool] = True
-    """Whether there is nothing to learn from without a reward."""
+    """Whether the method cannot learn without a reward."""
     reads_hidden_states: ClassVar[bool] = False
     """Whether the loss reads hidden states of the reference, through its head."""
     mixes_reference: ClassVar[bool] = False
@@ -96,7 +96,7 @@ class PolicyGradientConfig(RunConfig):
                 "--verifier, --rewards and --environment"
             )
         self._check_needs()
-        # As `PolicyGradient` checks them, but before a model is loaded.
+        # `PolicyGradient` checks these too, but only after a model is loaded.
         fixed = self.method.fixed_length
         checks.within(
             below=self.batch.max_new_tokens,
@@ -117,7 +117,7 @@ class PolicyGradientConfig(RunConfig):
         capabilities.check(self)
 
     def _check_needs(self) -> None:
-        """Raises InputError for an option without another one that it needs."""
+        """Raises InputError for an option without another option that it needs."""
         environment = self.sampler.environment is not None
         own = {
             f"--rewards {reward}": isinstance(reward.source, Environment)
@@ -139,51 +139,51 @@ class PolicyGradientConfig(RunConfig):
         )
 
     def algorithm(self, **shapes: Any) -> PolicyGradient:
-        """The recipe with what a run knows: shapes, optimizer and stop tokens."""
+        """Builds the algorithm from the recipe and the run's shapes and optimizers."""
         return self.makes(**vars(self.recipe), **shapes)
 
     @property
     def teacher_field(self) -> str | None:
-        """Field of the rows that a teacher reads; None is the prompt."""
+        """Field of the rows that a teacher reads; None reads the prompt."""
         return None
 
     @property
     def success_score(self) -> float | None:
-        """Score of responses that a teacher reads as demonstrations; None: of none."""
+        """Least score of responses that a teacher reads as demonstrations, or None."""
         return None
 
     @property
     def compute_dtype(self) -> str:
-        """What models compute in, --dtype."""
+        """Dtype of activations, --dtype."""
         return self.start.dtype
 
     @property
     def critic(self) -> Critic | None:
-        """The options of the critic; None of a method without one."""
+        """The options of the critic; None for a method without a critic."""
         return None
 
     @property
     def critic_place(self) -> Place:
-        """Where the critic is."""
+        """The place of the critic."""
         return WITH_POLICY
 
     def optimizers(self) -> dict[str, optax.GradientTransformation]:
-        """The optimizers of the trained models, as `algorithm` takes them."""
+        """The optimizers of the trained models, as arguments of `algorithm`."""
         return {"policy_optimizer": self.optimizer.make(self.num_steps * self.updates)}
 
     @property
     def rows_per_prompt(self) -> int:
-        """Responses to each prompt of a batch."""
+        """Number of responses to each prompt of a batch."""
         return 1
 
     @property
     def trained_share(self) -> float:
-        """Share of an iteration's responses that the update reads."""
+        """Share of an iteration's responses that the update is trained on."""
         return 1.0
 
     @property
     def recipe(self) -> PolicyRecipe:
-        """The recipe as the run uses it, corrected for a stale sampler."""
+        """The recipe that the run uses, with the correction for a stale sampler."""
         return self.sampler.corrected(self.method)
 
     @property
@@ -193,7 +193,7 @@ class PolicyGradientConfig(RunConfig):
 
     @property
     def kl_coef(self) -> float:
-        """β at the start, reward units per nat."""
+        """Initial KL coefficient β, reward units per nat."""
         if self.kl.kl_coef is not None:
             return self.kl.kl_coef
         placed = self.method.penalty.placement is not None or self.name == "distill"
@@ -201,22 +201,22 @@ class PolicyGradientConfig(RunConfig):
 
     @property
     def staleness(self) -> int:
-        """k, the iterations that the sampler is behind."""
+        """k, the iterations by which the sampler is behind the trainer."""
         if self.sampler.max_staleness is None:
             return int(self.placement.samples_ahead)
         return self.sampler.max_staleness
 
     @property
     def updates(self) -> int:
-        """Optimizer steps of an iteration."""
+        """Number of optimizer steps per iteration."""
         return self.method.num_epochs * self.method.num_minibatches
 
     @property
     def sampler_dtype(self) -> str:
-        """What the policy is stored in for a sampler that it is handed over to.
+        """Dtype of the parameters that the sampler reads.
 
-        Samples in bfloat16 are those of matrices that were cast before: fewer bytes
-        travel, and are held.
+        A policy that computes in bfloat16 is cast before it is copied to a sampler. The
+        samples are the same, and the copy takes half the bytes.
         """
         stored = getattr(self.sampler.sampler, "dtype", "float32")
         handed_over = self.placement.sampler.apart or self.staleness > 0
@@ -227,14 +227,14 @@ class PolicyGradientConfig(RunConfig):
 
     @property
     def sampler_tolerance(self) -> float:
-        """What sampling adds to the distance to the trainer, nats per token."""
+        """Tolerance added for the sampler's log-probs, nats per token."""
         return self.sampler.sampler.tolerance(self.start.dtype)
 
     @property
     def storage_tolerance(self) -> float:
-        """What storing the reference adds to its distance to the policy at the start.
+        """Tolerance added for a reference stored in fewer bits, nats per token.
 
-        Nats per token; under LoRA the two are rounded alike.
+        Under LoRA policy and reference share the stored base: nothing is added.
         """
         dtype = self.reference.reference_storage.dtype
         if self.start.lora is not None or dtype == "float32":
@@ -242,11 +242,11 @@ class PolicyGradientConfig(RunConfig):
         return self_check.TOLERANCE[dtype]
 
     def sampled_at(self, place: Place) -> Self:
-        """The run with its sampler at a place."""
+        """Returns the config with its sampler at `place`."""
         placement = dataclasses.replace(self.placement, sampler=place)
         return dataclasses.replace(self, placement=placement)
 
     def policy_mesh(self) -> Mesh:
-        """The policy's mesh, which leaves the devices of every other role free."""
+        """Returns the policy's mesh, without the devices that other roles take."""
         further = {ref.option: ref.place for ref in self.reference.references}
         return self.placement.policy_mesh(further=further)

@@ -1,6 +1,6 @@
-"""`start`, `reference` and `kl`: the trained model, and the frozen ones beside it.
+"""`start`, `reference` and `kl`: the trained model, frozen models, KL coefficient.
 
-How each is read, stored, run and written; how references live; the KL coefficient.
+The options say how each model is read, stored, run and written.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Compute:
     """How a model is read and run."""
 
     tokenizer: str | None = None
-    """Tokenizer, a folder or hub id; None takes the one in --model."""
+    """Tokenizer, a folder or hub id; None takes that of --model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of activations; trained parameters stay float32."""
     remat: Remat = "none"
-    """Activations of a layer that the backward pass rematerialises, to save memory."""
+    """Activations of a layer that the backward pass rematerialises to save memory."""
     attention: Attention = "auto"
-    """Implementation of attention over whole sequences; auto takes the flash attention
-    of the backend for long rows, and prints it at the start."""
+    """Implementation of attention over whole sequences. auto takes the backend's flash
+    attention for long rows; the choice is printed at the start."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,9 +52,9 @@ class Trained(Compute):
     """Rank of LoRA adapters over a frozen base, as 16 or
     16,alpha=32,modules=attention/*+mlp/*. None trains every parameter."""
     save_dtype: SaveDtype | None = None
-    """Dtype of OUT/model and OUT/adapter; None is that of most weights of --model, and
-    float32 for a fresh model. Weights are trained in float32: 16 bits lose what is
-    smaller than a 256th (bfloat16) or a 2048th (float16) of a weight."""
+    """Dtype of OUT/model and OUT/adapter; None takes that of most weights of --model,
+    or float32 for a fresh model. Weights are trained in float32: saving rounds them by
+    up to 1/256 (bfloat16) or 1/2048 (float16) of their value."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,15 +62,15 @@ class Start(Trained):
     """The model that is trained."""
 
     model: str
-    """Model to start from, a checkpoint folder or hub id."""
+    """Model to train, a checkpoint folder or hub id."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stored:
-    """How a frozen model beside the trained one is stored."""
+    """How the reference is stored."""
 
     reference_storage: Storage = frozen_models.COPY
-    """Dtype in which the reference is stored; with LoRA it is the base."""
+    """Dtype in which the reference, or the base under LoRA, is stored."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,23 +78,23 @@ class OneReference(Stored):
     """The reference."""
 
     reference: str = START
-    """Reference of the KL: start (--model before any update), none, or a checkpoint of
-    any shape. With none no reference is loaded or run."""
+    """Reference of the KL: start (--model before any update), a checkpoint of any
+    shape, or none. With none no reference is loaded or run."""
 
     @property
     def has_reference(self) -> bool:
-        """Whether there is a reference at all."""
+        """Whether the run has a reference."""
         return self.reference != NONE
 
     @property
     def checkpoint(self) -> str | None:
-        """The checkpoint of the reference; None of one that is the start, or none."""
+        """The checkpoint of the reference; None for --reference start or none."""
         return None if self.reference in (START, NONE) else self.reference
 
 
 @dataclasses.dataclass(frozen=True)
 class FurtherReference:
-    """One reference beside the first: a checkpoint, and the weight of its KL.
+    """A reference in addition to --reference: a checkpoint and the weight of its KL.
 
     --references code=runs/code/model,weight=0.5 chat=runs/chat/model,dtype=int8
     """
@@ -104,12 +104,12 @@ class FurtherReference:
     path: str
     """Checkpoint folder or hub id."""
     weight: float = 1.0
-    """Its KL coefficient over that of the first; at 0 its KL is only measured."""
+    """Its KL coefficient in multiples of --kl-coef; at 0 its KL is only measured."""
     dtype: Literal["float32", "bfloat16", "float16", "int8"] = "float32"
     embeddings: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtypes in which it is stored, as `Storage` has them."""
+    """Dtypes in which it is stored, as fields of `Storage`."""
     place: Place = WITH_POLICY
-    """Where it is, in the forms of --placement.reference."""
+    """Its place, in the forms of --placement.reference."""
 
     def __post_init__(self) -> None:
         frozen.check_further(self.name, weight=self.weight)
@@ -118,10 +118,10 @@ class FurtherReference:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The reference of a text such as "code=runs/code/model,weight=0.5".
+        """Parses a text such as "code=runs/code/model,weight=0.5".
 
         Raises:
-          InputError: the text has another form, or a value cannot be had.
+          InputError: the text has another form, or a value is invalid.
         """
         name, _, rest = text.strip().partition("=")
         options = [field.name for field in dataclasses.fields(cls)[2:]]
@@ -143,12 +143,12 @@ class FurtherReference:
 
     @property
     def storage(self) -> Storage:
-        """How it is stored."""
+        """Both dtypes, as a `Storage`."""
         return Storage(self.dtype, self.embeddings)
 
     @property
     def option(self) -> str:
-        """It on the command line, for messages."""
+        """The option that chose it, for messages."""
         return f"--references {self.name}"
 
 
@@ -157,14 +157,14 @@ Further = tuple[FurtherReference, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reference(OneReference):
-    """The reference, and further ones."""
+    """The reference, its lifecycle, and further references."""
 
     lifecycle: Annotated[Lifecycle, tyro.conf.arg(name="lifecycle")] = lifecycle.FROZEN
     """How the reference moves during the run."""
     references: Further = ()
-    """Further references, each NAME=CHECKPOINT,weight=W: a KL to it is penalised with W
-    times --kl-coef and logged as objective/kl_NAME; dtype=, embeddings= and place=
-    may follow."""
+    """Further references, each NAME=CHECKPOINT,weight=W. The KL to each is penalised
+    with W times --kl-coef and logged as objective/kl_NAME. Other options are dtype=,
+    embeddings= and place=."""
 
     def __post_init__(self) -> None:
         refuse_twice("--references", [ref.name for ref in self.references])
@@ -172,14 +172,14 @@ class Reference(OneReference):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KL:
-    """The KL coefficient β and its control; the penalty itself is in the method."""
+    """The KL coefficient β and its control; options of the penalty are the method's."""
 
     kl_coef: float | None = None
     """KL coefficient β, reward units per nat. At 0 the KL is still measured. None is
-    0.05 with a reference (0.1 in online-dpo, 1 in distill), and 0 without."""
+    0.05 with a reference (0.1 in online-dpo, 1 in distill), and 0 without one."""
     kl_control: Control = Fixed()
     """How β changes during the run: fixed; linear,end=E; or adaptive, pi and
-    lagrangian, which keep the KL at target=T nats per unit=response|token."""
+    lagrangian, which steer the KL to target=T nats per unit=response|token."""
 
     def __post_init__(self) -> None:
         checks.non_negative(kl_coef=self.kl_coef)

@@ -1,4 +1,4 @@
-"""`optimizer`: the same group for every command, and for the critic.
+"""`optimizer`: one option group for every command, and for the critic.
 
 --learning-rate 3e-6 --optimizer adamw,weight_decay=0.1 --schedule cosine,warmup=0.1
 """
@@ -15,7 +15,7 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.errors import InputError, located
 from rlhf_jax.runs.command_line.options import load_function
 
-POLICY, REWARD_MODEL = "policy", "reward_model"  # where a critic starts
+POLICY, REWARD_MODEL = "policy", "reward_model"  # values of --critic.start
 MomentDtype = Literal["float32", "bfloat16"]
 
 
@@ -35,7 +35,7 @@ class Adam:
 
 @dataclasses.dataclass(frozen=True)
 class TFAdam(Adam):
-    """Adam as TensorFlow has it: eps stands outside the bias correction (OAI)."""
+    """Adam as in TensorFlow: eps is outside the bias correction."""
 
     def make(self, rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
         """The transformation, learning rate included."""
@@ -98,13 +98,13 @@ class Muon:
 
 @dataclasses.dataclass(frozen=True)
 class Custom:
-    """A function of yours, module:function, of the learning rate or schedule."""
+    """A user's function, module:function, of the learning rate or schedule."""
 
     OPEN = True
     function: str
 
     def make(self, rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
-        """What the function returns, an `optax.GradientTransformation`."""
+        """Calls the function; returns its `optax.GradientTransformation`."""
         made = load_function(self.function)(rate)
         if not isinstance(made, optax.GradientTransformation):
             raise InputError(
@@ -119,7 +119,7 @@ Rule = Adam | AdamW | TFAdam | Adafactor | Muon | Custom
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """The learning rate stays, after the warm-up."""
+    """The learning rate is constant after the warm-up."""
 
     warmup: float = 0.0
 
@@ -130,7 +130,7 @@ class Constant:
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """It falls to end times the peak in a line."""
+    """The learning rate falls linearly to `end` times its peak."""
 
     warmup: float = 0.0
     end: float = 0.0
@@ -144,7 +144,7 @@ class Linear:
 
 @dataclasses.dataclass(frozen=True)
 class Cosine:
-    """It falls to end times the peak along half a cosine."""
+    """The learning rate falls to `end` times its peak along half a cosine."""
 
     warmup: float = 0.0
     end: float = 0.0
@@ -161,7 +161,7 @@ class Cosine:
 
 @dataclasses.dataclass(frozen=True)
 class WSD:
-    """Warm-up, stable, decay: it falls in a line over the last share of the updates."""
+    """Warm-up, stable, decay: a linear fall over the last share of the updates."""
 
     warmup: float = 0.0
     decay: float = 0.2
@@ -190,18 +190,18 @@ def _warmed(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """How parameters follow their gradients."""
+    """How parameters are updated from their gradients."""
 
     learning_rate: float = 3e-6
-    """Peak learning rate, after the warm-up."""
+    """Peak learning rate, reached after the warm-up."""
     optimizer: Rule = Adam()
-    """Update rule: adam, adamw, tf_adam, adafactor, muon, or module:function; eps=,
-    b1=, b2=, mu_dtype= and weight_decay= may follow."""
+    """Update rule: adam, adamw, tf_adam, adafactor, muon, or module:function. Options
+    follow, as eps=, b1=, b2=, mu_dtype= and weight_decay=."""
     schedule: ScheduleKind = Linear()
-    """How the learning rate changes: constant, linear, cosine or wsd; warmup= is the
-    share of the updates over which it rises from 0."""
+    """Learning-rate schedule: constant, linear, cosine or wsd. warmup= is the share of
+    the updates over which the learning rate rises from 0."""
     max_grad_norm: float | None = 1.0
-    """Norm to which larger gradients are scaled down; None disables it."""
+    """Global norm to which larger gradients are scaled down; None disables clipping."""
 
     def __post_init__(self) -> None:
         checks.positive(learning_rate=self.learning_rate)
@@ -214,7 +214,7 @@ class Optimizer:
         )
 
     def make(self, updates: int) -> optax.GradientTransformation:
-        """The chain of a run of so many updates: clip, rule, learning rate."""
+        """Returns clipping, update rule and schedule of a run of `updates` updates."""
         schedule = self.schedule.make(self.learning_rate, updates)
         rule = self.optimizer.make(schedule)
         if self.max_grad_norm is None:
@@ -224,13 +224,13 @@ class Optimizer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Critic(Optimizer):
-    """The critic of PPO, options with the prefix `critic.`."""
+    """Optimizer and initial model of PPO's critic; the options' prefix is `critic.`."""
 
     learning_rate: float = 1e-5
     """Peak learning rate of the critic."""
     start: str = POLICY
-    """Model whose trunk the critic starts with: policy, reward_model, or a checkpoint
-    of any shape; values start at 0, or as the reward model's scores."""
+    """Model whose trunk the critic starts from: policy, reward_model, or a checkpoint
+    of any shape. Values start at 0, from a reward model as its scores."""
 
     def __post_init__(self) -> None:
         with located("critic"):

@@ -1,7 +1,4 @@
-"""`data` and `batch`: the prompts, how a row becomes one, and batches of responses.
-
-`Batch` says how many responses there are, how long, and how models read them.
-"""
+"""`data` and `batch`: the prompts, and the batch of responses of an iteration."""
 
 from __future__ import annotations
 
@@ -15,20 +12,20 @@ from rlhf_jax.functional.checks import InputError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AskedPrompts:
-    """Which prompts a model is asked, and how."""
+    """Where prompts come from, and how a row becomes a prompt."""
 
     prompts: str
     """Prompts: JSONL, .txt, or hf:NAME:SPLIT."""
     prompt_field: str = "prompt"
-    """Field of the rows with the prompts."""
+    """Field of a row that holds its prompt."""
     template: str = PLACE
-    """What the model is asked; {prompt} stands for the row's prompt."""
+    """Text of the prompt, in which {prompt} stands for the row's field."""
     chat: bool = False
-    """Whether a prompt that is a text is put as a message of the user, by the
-    tokenizer's chat template."""
+    """Whether a prompt that is plain text becomes a user message of the tokenizer's
+    chat template."""
     overlong: Literal["error", "drop"] = "error"
-    """Treatment of prompts that leave no room for a response: an error, or drop
-    them."""
+    """Treatment of prompts that leave no room for a response: error stops, drop leaves
+    them out."""
 
     def __post_init__(self) -> None:
         if PLACE not in self.template:
@@ -39,7 +36,7 @@ class AskedPrompts:
 
     @property
     def writing_option(self) -> str | None:
-        """The option that says how a row becomes a prompt; None by default."""
+        """The option, other than --chat, that changes the prompts; None if unset."""
         if self.template != PLACE:
             return "--template"
         return None if self.prompt_field == "prompt" else "--prompt-field"
@@ -47,13 +44,14 @@ class AskedPrompts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompts(AskedPrompts):
-    """Which prompts the policy responds to, and which texts are mixed in."""
+    """The prompts of a policy gradient, and texts that are mixed in."""
 
     buckets: tuple[int, ...] | None = None
-    """Widths to which a batch of prompts may be padded, tokens; None is the longest
-    prompt."""
+    """Widths to which batches of prompts are padded, tokens; None pads all to the
+    longest prompt."""
     ptx: str | None = None
-    """Text or demonstrations whose loss is mixed in, weighted by --ptx-coef."""
+    """Texts or demonstrations whose loss is added, weighted by --ptx-coef; None adds
+    none."""
     ptx_batch_size: int = 16
     """Rows of --ptx per iteration."""
     ptx_max_length: int | None = None
@@ -62,7 +60,7 @@ class Prompts(AskedPrompts):
 
 @dataclasses.dataclass(frozen=True)
 class Auto:
-    """Packs each batch whose lengths make that less work."""
+    """Packs a batch if the lengths of its responses make that less work."""
 
     width: int | None = None
     max_tokens_per_device: int | None = None
@@ -78,14 +76,14 @@ class Batch:
     batch_size: int = 64
     """Responses per iteration."""
     max_new_tokens: int = 128
-    """Longest response, tokens. Of an episode it counts all turns, with what is
-    observed between them."""
+    """Longest response, tokens. For an episode it counts all turns and the observations
+    between them."""
     packing: Packing = None
-    """Whether models read several responses in one row: auto packs a batch where its
-    lengths make that less work. width= is the tokens of a row (else 1 to 2 padded rows,
-    whichever packs the first responses into fewest tokens); max_tokens_per_device= is
-    the tokens of one forward and backward pass on a device (else --micro-batch-size
-    rows)."""
+    """Whether models read several responses in one row: auto packs a batch if its
+    lengths make that less work; None pads. width= is the tokens of a packed row; by
+    default 1 to 2 padded rows, whichever packs the first responses into the fewest
+    tokens. max_tokens_per_device= is the tokens of one forward and backward pass on a
+    device; by default those of --micro-batch-size rows."""
 
     def __post_init__(self) -> None:
         checks.rows(batch_size=self.batch_size)
@@ -106,7 +104,7 @@ class Batch:
             )
 
     def room(self, room: int) -> tuple[int, str]:
-        """Tokens that a prompt may have, and for errors how it may have more."""
+        """Returns the tokens that a prompt may have, and advice on longer prompts."""
         width = None if self.packing is None else self.packing.width
         if width is None or width - self.max_new_tokens >= room:
             return room, "lower --max-new-tokens"

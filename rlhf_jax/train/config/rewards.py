@@ -22,12 +22,12 @@ from rlhf_jax.runs import choices
 from rlhf_jax.train.config import capabilities
 from rlhf_jax.train.config.watch import refuse_twice
 
-VERIFIERS = ("gsm8k", "integer", "exact")  # those of the library itself
+VERIFIERS = ("gsm8k", "integer", "exact")  # in the library
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A reward model, or an ensemble A+B+C of them as one reward."""
+    """A reward model, or an ensemble A+B+C as one reward."""
 
     paths: tuple[str, ...]
     combine: Combine = "mean"
@@ -68,7 +68,7 @@ class Function:
 
 @dataclasses.dataclass(frozen=True)
 class Verifier:
-    """A verifier of one response, in processes of its own: 1 is right."""
+    """A verifier of one response, run in separate processes; a score of 1 is right."""
 
     name: str
     answer_field: str = "answer"
@@ -93,7 +93,7 @@ class Verifier:
 
     @property
     def is_function(self) -> bool:
-        """Whether it is the user's: module:function, or a package's entry point."""
+        """Whether it is module:function or the entry point of another package."""
         return self.name not in VERIFIERS
 
 
@@ -123,7 +123,7 @@ class Reward:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The reward of a text such as "right=verifier:gsm8k,weight=2"."""
+        """Parses a text such as "right=verifier:gsm8k,weight=2"."""
         name, equals, rest = text.partition("=")
         kind, colon, after = rest.partition(":")
         kind = kind.partition(",")[0] if not colon else kind
@@ -152,7 +152,7 @@ class Reward:
     def __str__(self) -> str:
         words = choices.text(self.source, Source).split(",")
         kind, *rest = words
-        if rest:  # the first field stands behind the colon
+        if rest:  # the first field is written after the colon
             kind = f"{kind}:{rest[0].partition('=')[2]}"
         more = rest[1:] + [f"weight={self.weight}"] * (self.weight != 1.0)
         return ",".join([f"{self.name}={kind}", *more])
@@ -163,19 +163,19 @@ Listed = tuple[Reward, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workers:
-    """The processes that verify, or that run an environment."""
+    """The processes of a verifier or an environment."""
 
     num_workers: int | None = None
-    """Processes that verify, or that run an environment; None is one per processor."""
+    """Processes that run the verifier or environment; None is one per processor."""
     timeout: float = 10.0
     """Seconds to verify one response, or to answer one turn."""
     on_failure: OnFailure = "leave_out"
-    """What happens where a response could not be verified or a turn answered: leave_out
-    masks it from loss, baseline and group, zero scores the response or the turn 0, and
+    """Treatment of a failure to verify a response or to answer a turn: leave_out masks
+    the response in loss, baseline and group, zero scores the response or turn 0, and
     stop ends the run. Failures are counted in reward/failed and reward/left_out."""
     unsafe_verifier: bool = False
-    """Run code that the model writes also where nothing sets it apart from the system:
-    neither bubblewrap nor Landlock. Then it can read your files and use the network."""
+    """Whether code that the model writes runs even without isolation, where neither
+    bubblewrap nor Landlock works. It can then read your files and use the network."""
 
     def __post_init__(self) -> None:
         checks.positive(num_workers=self.num_workers)
@@ -183,12 +183,12 @@ class Workers:
 
     @property
     def of_pool(self) -> dict[str, Any]:
-        """The options of processes alone, as pools take them."""
+        """The options of the processes, as arguments of a pool."""
         names = [field.name for field in _WORKERS if field.name != "unsafe_verifier"]
         return {name: getattr(self, name) for name in names}
 
     def refuse_unread(self, *, has_pool: bool) -> None:
-        """Refuses a set option of a run without a verifier or environment."""
+        """Refuses these options in a run without a verifier or environment."""
         chosen = {
             f"--{field.name.replace('_', '-')}": getattr(self, field.name)
             != field.default
@@ -202,24 +202,24 @@ _WORKERS = dataclasses.fields(Workers)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rewards(Workers):
-    """What is maximised, less the KL penalty."""
+    """The rewards that are maximised, less the KL penalty."""
 
     rewards: Listed = ()
-    """Weighted list of rewards, each NAME=KIND:SOURCE,weight=W. It is logged as
-    reward/NAME before its weight. KIND is model:CHECKPOINT (or A+B,combine=minimum),
-    function:module:name, verifier:NAME (answer_field=, unmarked=), length, or
-    environment."""
+    """Weighted list of rewards, each NAME=KIND:SOURCE,weight=W. Each is logged as
+    reward/NAME, without its weight. KIND:SOURCE is model:CHECKPOINT (or
+    model:A+B,combine=minimum), function:module:name, verifier:NAME (answer_field=,
+    unmarked=), length, or environment."""
     reward_model: Model | None = None
-    """Checkpoint of a reward model, or several: A+B+C. Their scores are
-    combined by combine=mean, minimum, mean_minus_std (with std_coef=1) or entropic
-    (with risk=1, in reward units: the less, the nearer to the minimum)."""
+    """Checkpoint of a reward model, or an ensemble A+B+C. An ensemble is combined by
+    combine=mean, minimum, mean_minus_std (with std_coef=1) or entropic (with risk=1,
+    reward units: the smaller, the closer to the minimum). None has none."""
     reward: str | None = None
-    """Python function of texts, module:function."""
+    """Python function of texts, module:function; None has none."""
     verifier: Verifier | None = None
-    """Verifier: gsm8k, integer, exact, or module:function.
-    Installed packages add names (`rlhf-jax new reward`). Keys: answer_field=answer, the
-    field of a row with its answer; and with gsm8k unmarked=last_number, which reads
-    responses without a mark."""
+    """Verifier: gsm8k, integer, exact, or module:function. Installed packages add names
+    (`rlhf-jax new reward`). Options: answer_field=answer, the field of a row with its
+    answer; for gsm8k unmarked=last_number, which takes the last number of a response
+    without ####. None has none."""
     reward_storage: Storage = frozen_models.COPY
     """Dtype in which reward models are stored."""
 
@@ -240,7 +240,7 @@ class Rewards(Workers):
             )
 
     def sources(self, *, environment: bool) -> tuple[Reward, ...]:
-        """Every reward of the run; an environment's own where nothing else is set."""
+        """Returns every reward of the run; by default that of the environment."""
         if self.reward_model is not None:
             return (Reward("reward_model", self.reward_model),)
         if self.reward is not None:
@@ -253,7 +253,7 @@ class Rewards(Workers):
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """What tables call the reward models, in the order of `models`."""
+        """Names of the reward models in tables, in the order of `models`."""
         names: list[str] = []
         for source in self.sources(environment=False):
             if isinstance(source.source, Model):
@@ -264,7 +264,7 @@ class Rewards(Workers):
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Checkpoints of all reward models, in their order."""
+        """Checkpoints of all reward models, in the order of the rewards."""
         return tuple(
             path
             for source in self.sources(environment=False)

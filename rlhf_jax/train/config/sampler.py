@@ -1,4 +1,4 @@
-"""`sampler`: who draws responses, in what, and how old its policy may be."""
+"""`sampler`: what draws responses, in which dtype, and how old its policy may be."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Recipe = TypeVar("Recipe", bound=PolicyRecipe)
 
 @dataclasses.dataclass(frozen=True)
 class Here:
-    """Our decoder, on the trainer's devices or those of --placement.sampler."""
+    """The library's decoder, on the trainer's devices or on --placement.sampler."""
 
     dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     embeddings: Literal["float32", "bfloat16"] | None = None
@@ -36,7 +36,7 @@ class Here:
         Storage(self.dtype, self.embeddings)  # or raises
 
     def sampled(self, model: ModelConfig) -> ModelConfig:
-        """The model with the KV cache that responses are sampled with."""
+        """Returns the model with the KV cache that sampling uses."""
         return dataclasses.replace(
             model,
             cache=self.cache,
@@ -46,7 +46,7 @@ class Here:
         )
 
     def tolerance(self, compute: str) -> float:
-        """What its rounding adds to the distance to the trainer, nats per token."""
+        """Tolerance added for rounded weights and cache, nats per token."""
         tolerance = 0.0
         if self.dtype == "int8" or (self.dtype, compute) == ("bfloat16", "float32"):
             tolerance += self_check.TOLERANCE[self.dtype]
@@ -57,7 +57,7 @@ class Here:
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """Our decoder in a process of its own, to which weights go through a folder."""
+    """The library's decoder in a separate process, which gets weights by a folder."""
 
     weights: Path | None = None
     timeout: float = TIMEOUT
@@ -67,14 +67,14 @@ class Process:
         checks.positive(timeout=self.timeout, tries=self.tries)
 
     def tolerance(self, compute: str) -> float:
-        """Nothing: it samples as the trainer does."""
+        """0: the process samples with the trainer's dtypes."""
         del compute
         return 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """A server with the completions of OpenAI, as vLLM."""
+    """A server with OpenAI's completions API, such as vLLM."""
 
     OPEN = True
     address: str
@@ -96,7 +96,7 @@ class Server:
         checks.positive(check_tolerance=self.check_tolerance)
 
     def tolerance(self, compute: str) -> float:
-        """What a larger tolerance of its own adds, nats per token."""
+        """Tolerance that check_tolerance adds to the default, nats per token."""
         if self.check_tolerance is None:
             return 0.0
         return max(0.0, self.check_tolerance - self_check.TOLERANCE[compute])
@@ -105,12 +105,12 @@ class Server:
 Sampler = Here | Process | Server
 
 
-ENVIRONMENTS = ("calculator", "guessing", "programming", "rooms")  # of the library
+ENVIRONMENTS = ("calculator", "guessing", "programming", "rooms")  # in the library
 
 
 @dataclasses.dataclass(frozen=True)
 class Episodes:
-    """Episodes of several turns in an environment."""
+    """Episodes of one or several turns in an environment."""
 
     name: str
     max_turns: int = 8
@@ -135,27 +135,28 @@ class Sampling:
     """How a batch of responses is drawn."""
 
     sampler: Sampler = Here()
-    """What samples: here, process or http://HOST:PORT. here is our decoder;
-    dtype=bfloat16|int8 stores its parameters, cache=int8 its keys and values,
-    cache_pages=N shares pages of page_size= columns among the rows of
-    --continuous-batching, prefill_chunk=N runs prompts in parts.
-    process is our decoder in a process of its own. http://HOST:PORT is a server with
-    the completions of OpenAI, as vLLM, with model= and check_tolerance= nats per token.
-    Both take weights= (the folder through which they get them), timeout= seconds and
-    tries=5 (a call that fails is tried again, each pause twice as long)."""
+    """What samples responses: here, process or http://HOST:PORT. here is the library's
+    decoder beside the trainer: dtype=bfloat16|int8 is the dtype of its parameters,
+    cache=int8 that of keys and values, cache_pages=N shares pages of page_size= columns
+    among the rows of --continuous-batching, and prefill_chunk=N is the columns of a
+    prompt that are read at a time. process is the same decoder in a separate process.
+    http://HOST:PORT is a server with OpenAI's completions API, such as vLLM, with
+    model= and check_tolerance= (nats per token). The last two take weights= (the folder
+    by which they get weights), timeout= (seconds) and tries=5 (a failed call is
+    repeated, each pause twice as long)."""
     environment: Episodes | None = None
     """Environment that answers turn by turn: calculator, guessing, programming, rooms,
-    or module:name. Installed packages add names (`rlhf-jax new
-    environment`). Keys: max_turns=8; max_turn_tokens=; observation_chunk=32, observed
-    tokens that the model reads at a time; seconds=, after which the episodes of an
-    iteration end as they are."""
+    or module:name. Installed packages add names (`rlhf-jax new environment`). Options:
+    max_turns=8; max_turn_tokens=; observation_chunk=32, tokens of an observation that
+    the model reads at a time; seconds=, after which unfinished episodes of an iteration
+    are cut. None has no environment."""
     max_staleness: int | None = None
-    """Iterations k that the sampler may be behind: the responses of step s are drawn by
-    the policy of step max(0, s - k), k batches ahead, while others are learned from. 0
-    is on-policy; None is 1 with --placement.sampler last, else 0. On the policy's own
-    devices each batch under way takes a copy of the parameters."""
+    """Iterations k by which the sampler may be behind the trainer: the policy of step
+    max(0, s - k) draws the responses of step s, while the trainer learns from earlier
+    ones. 0 is on-policy; None is 1 with --placement.sampler last, otherwise 0. On the
+    policy's devices each batch that is not drawn yet holds a copy of the parameters."""
     max_redraws: int = 0
-    """Batches drawn again per iteration at most, until no group of responses has equal
+    """Most batches drawn again per iteration, until no group of responses has equal
     rewards (dynamic sampling); 0 draws none."""
 
     def __post_init__(self) -> None:
@@ -164,14 +165,14 @@ class Sampling:
 
     @property
     def is_outside(self) -> bool:
-        """Whether a process or a server samples."""
+        """Whether a separate process or a server samples."""
         return not isinstance(self.sampler, Here)
 
     def corrected(self, recipe: Recipe) -> Recipe:
-        """The recipe with the correction that a stale sampler asks for by default.
+        """Adds the default correction for a stale sampler to a recipe.
 
         Args:
-          recipe: as the command line has it; its own --sampler-correction stays.
+          recipe: as the command line has it; its own --sampler-correction is kept.
         """
         chosen = recipe.sampler_correction is not None
         if chosen or not self.max_staleness or not recipe.has_ratio:

@@ -1,4 +1,4 @@
-"""The config of every supervised command, of the groups of policy gradients.
+"""The config of every supervised command, from the groups of policy gradients.
 
 start  data  reference  batch  method  optimizer  watch  placement
 """
@@ -26,7 +26,7 @@ class Rows:
     """The batch of an update."""
 
     batch_size: int = 16
-    """Rows per update, of one or several texts."""
+    """Rows per update; a packed row holds several texts."""
 
     def __post_init__(self) -> None:
         checks.rows(batch_size=self.batch_size)
@@ -34,23 +34,23 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MicroBatches:
-    """How the rows of an update are cut."""
+    """How the rows of an update are split."""
 
     micro_batch_size: int | None = None
-    """Rows per forward and backward pass; None is all of an update."""
+    """Rows per forward and backward pass; None takes all rows of an update at once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """What a supervised run looks at."""
+    """The held-out data and the alarms of a supervised run."""
 
     held_out: float = 0.1
     """Share of --data that is held out, by prompt; 0 holds out none. It is evaluated
     before and after the run."""
     held_out_every: int | None = None
-    """Steps between further evaluations of what is held out; None has none."""
+    """Steps between further evaluations on the held-out data; None has none."""
     alarms: Limits = alarms.LIMITS
-    """Limits beyond which the run asks for a look."""
+    """Limits beyond which the run raises an alarm."""
 
     def __post_init__(self) -> None:
         checks.positive(held_out_every=self.held_out_every)
@@ -58,7 +58,7 @@ class HeldOut:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WatchPolicy(WatchTexts, HeldOut):
-    """What a run that trains a policy looks at."""
+    """Texts, held-out data and alarms of a supervised run that trains a policy."""
 
     def __post_init__(self) -> None:
         WatchTexts.__post_init__(self)
@@ -67,12 +67,12 @@ class WatchPolicy(WatchTexts, HeldOut):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SupervisedConfig(RunConfig):
-    """What every supervised command is asked; each adds its data and its method."""
+    """The options of every supervised command; each adds its data and its method."""
 
     start: Annotated[Any, FLAT]
     """The model that is trained."""
     data: Annotated[Any, FLAT]
-    """What is learned."""
+    """The training data."""
     reference: Annotated[Stored, FLAT] = Stored()
     """The frozen models."""
     batch: Annotated[Rows, FLAT] = Rows()
@@ -80,22 +80,22 @@ class SupervisedConfig(RunConfig):
     method: Annotated[Any, FLAT]
     """Coefficients and choices of the method."""
     optimizer: Annotated[Optimizer, FLAT] = Optimizer()
-    """How parameters follow their gradients."""
+    """How parameters are updated from their gradients."""
     watch: Annotated[HeldOut, FLAT] = HeldOut()
-    """What is measured and not trained on."""
+    """What is measured but not trained on."""
     placement: PolicyPlacement = PolicyPlacement()
-    """Where each role is: devices, mesh and memory."""
+    """Devices, mesh and memory of each role."""
     num_steps: int | None = None
     """Number of updates; None is one pass over the data."""
     auto: tuple[AutoUpdate, ...] | None = None
-    """What an estimate from model, devices and the longest row (--max-length) chooses,
-    and prints: mesh of the policy, remat and micro-batch; --auto alone chooses all of
-    them. Options that are not at their default stay."""
+    """Options to choose by an estimate from model, devices and the longest row
+    (--max-length): mesh of the policy, remat and micro-batch. --auto alone chooses all
+    of them. Options that are not at their default are kept; None chooses none."""
     check_memory: bool = True
-    """Whether a run that cannot fit is refused before weights are read."""
+    """Whether a run that cannot fit into memory is refused before weights are read."""
 
     name: ClassVar[str]
-    """The command, as rlhf-jax has it; its stage with _ for -."""
+    """The name of the command."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,25 +109,25 @@ class SupervisedConfig(RunConfig):
 
     @property
     def compute_dtype(self) -> str:
-        """What models compute in, --dtype."""
+        """Dtype of activations, --dtype."""
         return self.start.dtype
 
     @property
     def stage(self) -> str:
-        """The name of the stage and its snapshots."""
+        """The name of the stage and its snapshots: the command with _ for -."""
         return self.name.replace("-", "_")
 
     @property
     def has_reference(self) -> bool:
-        """Whether there is a reference."""
+        """Whether the run has a reference."""
         return False
 
     @property
     def reference_place(self) -> Place:
-        """Where the reference is, and the base where that is the reference."""
+        """The place of the reference, and of a base that is the reference too."""
         return WITH_POLICY
 
     @property
     def reference_is_base(self) -> bool:
-        """Whether the base under adapters is the reference too."""
+        """Whether the base under adapters is also the reference."""
         return False

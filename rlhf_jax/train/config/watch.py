@@ -1,4 +1,4 @@
-"""`watch`: what is measured and not trained on."""
+"""`watch`: what is measured but not trained on."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rlhf_jax.train.config import capabilities
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Texts whose perplexity shows what is forgotten."""
+    """Texts whose perplexity shows forgetting."""
 
     name: str
     source: str
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The texts of "code=files/code.jsonl"."""
+        """Parses a text such as "code=files/code.jsonl"."""
         name, _, source = text.partition("=")
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or not source:
             raise InputError(f"--texts: expected NAME=SOURCE, got {text!r}")
@@ -35,23 +35,23 @@ class Text:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WatchTexts:
-    """What a run of any command looks at."""
+    """Texts, weight drift and alarms, for runs of any command."""
 
     texts: tuple[Text, ...] = ()
     """Texts or demonstrations, each NAME=SOURCE, whose mean negative log-likelihood is
-    logged as eval/NAME_nll: those of SFT show forgetting, of another kind the
+    logged as eval/NAME_nll. The texts of SFT show forgetting, texts of another kind the
     alignment tax."""
     text_rows: int = 64
     """Rows of each of --texts to evaluate on."""
     text_max_length: int | None = None
-    """Longest row of --texts, tokens, into which plain text is cut; demonstrations
-    that are longer are left out. None is the model's context."""
+    """Longest row of --texts, tokens; None is the model's context. Plain text is cut
+    into such rows, longer demonstrations are left out."""
     eval_every: int = 10
-    """Steps between evaluations on --texts, and on --judge where there is one."""
+    """Steps between evaluations on --texts, and by --judge if it is set."""
     drift_every: int = 1
     """Steps between measurements of the weight drift."""
     alarms: Limits = alarms.LIMITS
-    """Limits beyond which the run asks for a look."""
+    """Limits beyond which the run raises an alarm."""
 
     def __post_init__(self) -> None:
         checks.positive(
@@ -64,7 +64,7 @@ class WatchTexts:
 
 
 def refuse_twice(option: str, names: Sequence[str]) -> None:
-    """Raises InputError where two entries of an option have one name."""
+    """Raises InputError if two entries of an option have the same name."""
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise InputError(
@@ -75,35 +75,36 @@ def refuse_twice(option: str, names: Sequence[str]) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Watch(WatchTexts):
-    """What a run of a policy gradient looks at."""
+    """Held-out prompts, judge and samples, for runs of a policy gradient."""
 
     held_out: str | None = None
-    """Prompts to evaluate on, as --prompts has them. The mean score of greedy responses
-    is taken before and after the run, and every --held-out-every iterations."""
+    """Prompts to evaluate on, in the forms of --prompts. The mean score of greedy
+    responses is measured before and after the run, and every --held-out-every
+    iterations. None evaluates on none."""
     held_out_every: int | None = None
     """Iterations between evaluations on --held-out; None evaluates before and after."""
     held_out_rows: int = 256
     """Rows of --held-out to evaluate on, from the beginning."""
     held_out_samples: int = 0
-    """Responses that are sampled for each row of --held-out, for their mean score, the
-    share of rows with a score above 0 among them (pass@k) and their KL; 0 samples
-    none."""
+    """Responses k sampled for each row of --held-out; 0 samples none. Reported are
+    their mean score, the share of rows with a score above 0 among them (pass@k) and
+    their KL."""
     judge: str | None = None
-    """Second reward that shows reward hacking, module:function. It is not trained
-    on."""
+    """Second reward that shows reward hacking, module:function. It is not trained on.
+    None has no judge."""
     judge_failure: Literal["stop", "warn"] = "stop"
-    """What happens to the run when the judge fails; warn leaves that judge/score
-    out."""
+    """Treatment of a judge that fails: stop ends the run, warn leaves out that
+    judge/score."""
     sample_every: int = 10
-    """Iterations between rows of samples.jsonl."""
+    """Iterations between entries in samples.jsonl."""
     num_shown: int = 4
-    """Responses in samples.jsonl each time."""
+    """Responses per entry in samples.jsonl."""
     sample_reference: bool = False
-    """Whether the reference responds to the same prompts for samples.jsonl, with the
-    same keys; it costs the sampling of another batch each time."""
+    """Whether samples.jsonl has responses of the reference to the same prompts, drawn
+    with the same keys. It samples another batch each time."""
     num_alternatives: int = 0
-    """Likeliest tokens at each place of the responses in samples.jsonl; two forward
-    passes of these few rows each time. 0 records none."""
+    """Likeliest tokens recorded at each position of the responses in samples.jsonl; 0
+    records none. It runs two forward passes over these few rows each time."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

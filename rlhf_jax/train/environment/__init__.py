@@ -1,1 +1,1 @@
-"""`--environment`: episodes of several turns instead of one response to a prompt."""
+"""`--environment`: episodes of several turns instead of single responses."""

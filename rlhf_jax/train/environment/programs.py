@@ -1,4 +1,4 @@
-"""The compiled programs of episodes, and the places and weights on the devices."""
+"""The compiled programs of episodes, and the state that stays on the devices."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from rlhf_jax.roles.reference.frozen import Frozen, adapted_params
 Array = jax.Array
 HostArray = Any
 Params = Any
-READERS = 8  # one place in so many reads at a time
+READERS = 8  # one in this many places reads at a time
 EVERYWHERE, BY_PLACE = PartitionSpec(), PartitionSpec(replicas.AXIS)
 BY_HEAD = PartitionSpec(replicas.AXIS, replicas.TENSOR)
 
 
 class Weights(NamedTuple):
-    """What the programs of a rollout read."""
+    """Parameters in the forms that the programs of a rollout read."""
 
-    params: Params  # of the whole policy
-    layers: tuple[Params, ...]  # the same, as decoding reads them
+    params: Params  # the whole policy
+    layers: tuple[Params, ...]  # its layers, as decoding reads them
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """What of a recipe an evaluation has."""
+    """The fields of a recipe that an evaluation needs."""
 
     model: ModelConfig
     stop_ids: tuple[int, ...]  # tokens that end a turn
@@ -51,16 +51,16 @@ class Sampled:
 
 
 class EpisodePrograms:
-    """A `Device` of this process's devices of a mesh.
+    """Implements `Device` on the devices of a mesh that belong to this process.
 
         data=2,tensor=2     devices 0 and 1   all weights   places 0 to 3
                             devices 2 and 3   all weights   places 4 to 7
 
-    A replica of the policy reads and draws in its own places; an `advance` is over when
-    the last of them has returned. Replicas on one device ask nothing of each other.
-    Those on several draw on until none has too many turns. Processes meet when
-    `holding` begins, for the weights, and then draw each by itself. The cache stays on
-    the devices from rollout to rollout, and every program is compiled once.
+    Each replica of the policy reads and draws in its own places; `advance` returns when
+    the last replica does. Replicas of one device each do not synchronise; replicas of
+    several devices run the same number of steps. Processes synchronise only when
+    `holding` begins, for the weights. The cache stays on the devices from rollout to
+    rollout, and every program is compiled once.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class EpisodePrograms:
         """Compiles nothing yet.
 
         Args:
-          columns: P + R, tokens of the longest prompt and of what may follow it.
-          places: episodes at a time, of all processes; C is this one's part of them,
-            and more where the devices do not divide it.
+          columns: P + R, tokens of the longest prompt and of its longest episode.
+          places: episodes at a time in all processes. This process has C of them, after
+            rounding up to a multiple of the replicas.
           chunk: N, columns that are read at a time.
-          mesh: whose devices draw: those along `tensor` together, in places of their
-            own; None is one.
-          shaping: for evaluation only.
+          mesh: devices along `tensor` form a replica; None is one device.
+          base: the base under adapters.
+          shaping: of the distribution, for evaluation only.
         """
         if columns > recipe.model.max_positions:
             raise InputError(
@@ -95,9 +95,9 @@ class EpisodePrograms:
         if mesh is not None and mesh.devices.size > 1:
             self._replicas = replicas.of_mesh(mesh)
             self.shares, of_all = self._replicas.num_own, self._replicas.num_of_all
-            # An exchange may be one operation of all replicas, which would wait for it.
+            # Collectives may span all replicas: they must take the same steps.
             together = replicas.AXIS if self._replicas.size > 1 else None
-        own = -(-places // of_all)  # of a share
+        own = -(-places // of_all)  # places of one replica
         self.places, self.chunk = own * self.shares, chunk
         self.arriving = max(1, own // READERS) * self.shares
         options: dict[str, Any] = {
@@ -107,7 +107,7 @@ class EpisodePrograms:
             "shaping": shaping,
         }
 
-        # Taken apart once per rollout: in every call it would copy all parameters.
+        # Split into layers once per rollout, as that copies all parameters.
         def weights(policy: Params, base: Frozen | None) -> Weights:
             params = adapted_params(policy, base=base, lora=recipe.lora)
             return Weights(
@@ -116,7 +116,7 @@ class EpisodePrograms:
             )
 
         def here(place: Array) -> Array:
-            """Numbers in this replica of places of its own; place C is nowhere."""
+            """Converts places to this replica's own numbers; others become `own`."""
             first = 0
             if self._replicas is not None:
                 first = own * jax.lax.axis_index(replicas.AXIS)
@@ -201,7 +201,7 @@ class EpisodePrograms:
 
     @contextlib.contextmanager
     def holding(self, policy: Params, *, key: Array) -> Iterator[None]:
-        """Has the weights, for the calls inside; what fails there frees the places."""
+        """Holds the weights for the calls inside; an error there frees the places."""
         if self._state is None:
             self._state = self._empty_program(key=self._put(key))
         self._weights = self._weights_program(self._put(policy), self._base)
@@ -211,55 +211,55 @@ class EpisodePrograms:
             self._state = None  # turns may be under way in it
             raise
         finally:
-            self._weights = None  # the update takes the policy
+            self._weights = None  # the update donates the policy
 
     def free(self) -> None:
-        """Lets the cache go, until the next rollout."""
+        """Frees the cache until the next rollout."""
         self._state = None
 
     def row_keys(self, key: Array, *, index: Array, sample: Array) -> HostArray:
-        """u32[B, ...]: data of the rows' keys, on the host; a read takes some of them.
+        """Returns u32[B, ...], the data of the rows' keys, on the host.
 
         Args:
-          key: of the step; rows take the first of the two keys split from it.
-          index, sample: i32[B], those of `Prompts`.
+          key: the key of the step; rows take the first of the two keys split from it.
+          index, sample: i32[B], fields of `Prompts`.
         """
         return jax.device_get(self._keys_program(self._put(key), index, sample))
 
     def read(self, arrivals: Arrivals) -> None:
-        """Runs prompts and observations, and draws the first token of turns."""
+        """Reads prompts and observations, and draws the first token of each turn."""
         assert self._state is not None
         self._state = self._read_program(self._weights, self._state, arrivals)
 
     def copy(self, *, source: HostArray, place: HostArray, keys: HostArray) -> None:
-        """Copies what some places have read of a prompt to others."""
+        """Copies the cache of a prompt from some places to others."""
         self._state = self._copy_program(self._state, source, place, keys)
 
     def take(self, *, place: HostArray) -> Episodes:
-        """Copies of some places on the host, with their caches."""
+        """Returns copies of some places on the host, with their caches."""
         return jax.device_get(self._take_program(self._state, place))
 
     def put(self, rows: Episodes, *, place: HostArray) -> None:
-        """Writes what `take` returned to places."""
+        """Writes copies made by `take` to places."""
         self._state = self._put_program(self._state, rows, place)
 
     def advance(self, *, until: HostArray, steps: int) -> Episodes:
-        """Draws on, and returns the places on the host, without their caches."""
+        """Draws further tokens; returns the places on the host, without caches."""
         self._state, places = self._advance_program(
             self._weights, self._state, until, np.int32(steps)
         )
         return jax.device_get(places)
 
     def _put(self, tree: Any) -> Any:
-        """The same in every replica; on one device it is where it was."""
+        """Places a tree in every replica; on one device it stays where it is."""
         if self._replicas is None:
             return tree
         return replicas.place(tree, replicas=self._replicas)
 
     def _where(self, empty: Callable[..., Episodes], *, heads: int) -> tuple[Any, Any]:
-        """Shardings of the places, and of what `advance` returns to the host.
+        """Returns shardings of the places with their caches, and without them.
 
-        The devices of a replica share the heads of the cache where they divide them.
+        The devices of a replica share the heads of the cache if they divide them.
         """
         if self._replicas is None:
             return None, None
@@ -269,7 +269,7 @@ class EpisodePrograms:
         shapes = jax.eval_shape(empty, key=jax.random.key(0))
         by_place = NamedSharding(mesh, BY_PLACE)
         where = jax.tree.map(lambda _: by_place, shapes)
-        # Of a state the tails of convolutions have no heads.
+        # In a recurrent state the tails of convolutions have no axis of heads.
         caches = jax.tree.map(
             lambda kept: by_place if isinstance(kept, DeltaState) else of_cache,
             shapes.caches,
@@ -283,7 +283,7 @@ class EpisodePrograms:
     def _split(
         self, function: Callable[..., Any], *specs: PartitionSpec
     ) -> Callable[..., Any]:
-        """In each replica by itself, with its part of what has the spec of places."""
+        """Maps a function over the replicas; `specs` shard its arguments."""
         if self._replicas is None:
             return function
         return jax.shard_map(
@@ -302,5 +302,5 @@ def _row_keys(key: Array, index: Array, sample: Array) -> Array:
 
 
 def _keys_like(keys: Array, data: Array) -> Array:
-    """The keys with such data, of the kind of others."""
+    """Returns keys with the given data and the implementation of `keys`."""
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys))

@@ -1,4 +1,4 @@
-"""An environment in its processes, and episodes as a sampler of a run."""
+"""The environment of a run in its processes, and the sampler of its episodes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Params = Any
 
 
 class Drawn(NamedTuple):
-    """Episodes and what they were worth."""
+    """Episodes and their scores."""
 
     rollout: Rollout
     scores: Scores
@@ -51,16 +51,16 @@ class Drawn(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class EpisodeSampler:
-    """Draws an episode from every row of prompts, as `rollouts.queue.Draw` has it."""
+    """Draws an episode from every row of prompts; implements `rollouts.queue.Draw`."""
 
-    programs: EpisodePrograms  # whose columns hold a prompt and `limits.tokens`
+    programs: EpisodePrograms  # with columns for a prompt and `limits.tokens`
     _: dataclasses.KW_ONLY
     pool: EnvironmentPool
     encoder: TurnEncoder
-    decode: Callable[[list[int]], str]  # of a turn, for the environment
+    decode: Callable[[list[int]], str]  # decodes a turn for the environment
     limits: Limits
-    states: Sequence[bytes]  # as episodes begin, by `Prompts.index`
-    home: Mesh | None = None  # of rollouts; None is the host, this process's rows
+    states: Sequence[bytes]  # pickled starts of episodes, by `Prompts.index`
+    home: Mesh | None = None  # of rollouts; None: this process's rows, on the host
 
     def __call__(
         self,
@@ -70,18 +70,18 @@ class EpisodeSampler:
         key: Array,
         version: Array | None = None,
     ) -> Drawn:
-        """An episode from every row of prompts.
+        """Draws an episode from every row of prompts.
 
         Args:
-          prompts: Prompts[B, P], of several processes all rows or this one's, b.
+          prompts: Prompts[B, P]; one of several processes may pass only its own rows.
           key: of this step; the sampler takes the first of the two keys split from it.
-          version: i32[], of the policy; None stamps no token.
+          version: i32[], `TrainState.step` of the policy; None stamps no token.
 
         Returns:
           Rollout[B, P + R] and Scores[B].
 
         Raises:
-          StopError: the environment failed, and the pool is to stop then.
+          StopError: the environment failed, with --on-failure stop.
         """
         mine = row_sharding.local_rows(prompts)
         keys = self.programs.row_keys(key, index=mine.index, sample=mine.sample)
@@ -108,12 +108,12 @@ class EpisodeSampler:
         return row_sharding.put_computed(drawn, mesh=self.home)
 
     def free(self) -> None:
-        """Lets the cache go, until the next call."""
+        """Frees the cache until the next call."""
         self.programs.free()
 
 
 class OpenedEnvironment:
-    """The environment of --environment, which answers until the run ends."""
+    """The environment of --environment, with processes that last as long as the run."""
 
     def __init__(
         self,
@@ -126,14 +126,14 @@ class OpenedEnvironment:
         mesh: Mesh | None,
         stack: contextlib.ExitStack,
     ) -> None:
-        """Processes start with the first row, and end with `stack`.
+        """Its processes start with the first row, and end with `stack`.
 
         Args:
-          chat: its texts are messages of the user, by the tokenizer's chat template.
-          max_new_tokens: the room of an episode.
-          mesh: of the sampler, whose devices along `tensor` draw episodes together;
-            None is one device. Processes have each their own rows of a batch, and ask
-            an environment of their own.
+          chat: whether its texts become user messages of the chat template.
+          max_new_tokens: most tokens of an episode.
+          mesh: the sampler's mesh, whose devices along `tensor` draw episodes together;
+            None is one device. Each of several processes has its own rows of a batch
+            and its own environment.
         """
         turn_tokens = options.max_turn_tokens
         checks.within(
@@ -168,16 +168,16 @@ class OpenedEnvironment:
         base: Frozen | None = None,
         greedy: bool | None = None,
     ) -> EpisodeSampler:
-        """What draws episodes that begin with these rows.
+        """Makes a sampler of episodes that begin with the rows of `begun`.
 
         Args:
-          begun: of `rows.read_begun`, its states by `Prompts.index`.
-          home: where rollouts are wanted.
-          greedy: the likeliest tokens, for evaluation only; False draws for one. It
-            waits for all episodes, as its figures would depend on the clock. None
-            trains.
+          begun: rows from `rows.read_begun`.
+          rows: episodes per call.
+          home: mesh of the rollouts.
+          greedy: True decodes greedily and False samples, for evaluation: neither has a
+            time limit, which would make figures depend on the clock. None trains.
         """
-        assert begun.states is not None  # of `read_begun`
+        assert begun.states is not None  # from `read_begun`
         limits = self._limits
         if greedy is not None:
             limits = limits._replace(seconds=None)
@@ -202,13 +202,13 @@ class OpenedEnvironment:
 
 
 def make_environment(name: str, *, unsafe: bool = False) -> Environment:
-    """The environment that --environment names, which sets apart what it runs.
+    """Makes the environment of --environment, which isolates the code that it runs.
 
-    "module:name" is a class of yours, or a function without arguments, whose result is
-    an environment. Any other name is that of an entry point.
+    "module:name" is a user's class, or function without arguments, that makes an
+    environment. Any other name is that of an entry point.
 
     Args:
-      unsafe: --unsafe-verifier, of one that runs what a model has written.
+      unsafe: --unsafe-verifier, for an environment that runs code of the model.
 
     Raises:
       StopError: the module calls `sys.exit` when it is imported.

@@ -1,4 +1,4 @@
-"""Episodes of the models that are evaluated, with their scores and how they ended."""
+"""Episodes of the evaluated models, with their scores and how they ended."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from rlhf_jax.train.evaluate.scoring import Scored
 from rlhf_jax.train.rows import ReadRows, read_begun
 
 Array = jax.Array
-BY_ENVIRONMENT = "by_environment"  # how an episode ends that nothing cuts
+BY_ENVIRONMENT = "by_environment"  # the end of an episode that nothing cut
 
 
 class Played:
-    """Episodes that begin with the held-out rows."""
+    """Plays episodes that begin with the held-out rows."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Played:
         start: Pretrained,
         mesh: Mesh,
     ) -> None:
-        """Compiles nothing yet; `begun` is of the environment `opened`."""
+        """Compiles nothing yet; `begun` are rows begun by the environment `opened`."""
         self._options, self._opened, self.begun = options, opened, begun
         self._start, self._mesh = start, mesh
         self._samplers: dict[tuple[ModelConfig, bool], EpisodeSampler] = {}
@@ -48,7 +48,7 @@ class Played:
     def __call__(
         self, model: Frozen, prompts: Prompts, *, key: Array, greedy: bool
     ) -> tuple[Rollout, Scores]:
-        """An episode from every row of prompts, as `Programs.respond` takes them.
+        """Plays an episode from every row of prompts, made by `programs.prompts_of`.
 
         Raises:
           StopError: the environment failed, with --on-failure stop.
@@ -70,7 +70,7 @@ class Played:
 
 
 def scored(scores: Scores, count: int) -> Scored:
-    """Scores of the first episodes; those failed whose environment did, or was late."""
+    """Returns scores of the first `count` episodes; failed ones failed or timed out."""
     failed = np.asarray(scores.parts["failed"] + scores.parts["timed_out"], bool)
     counts = {
         name: np.asarray(part)[:count]
@@ -81,7 +81,7 @@ def scored(scores: Scores, count: int) -> Scored:
 
 
 def ends(scores: Scores) -> Sequence[str]:
-    """How each episode ended: `BY_ENVIRONMENT`, or one of `EARLY`."""
+    """Returns how each episode ended: `BY_ENVIRONMENT`, or one of `EARLY`."""
     names = np.full(len(scores.total), BY_ENVIRONMENT, object)
     for name in EARLY:
         names[np.asarray(scores.parts[name], bool)] = name
@@ -96,7 +96,7 @@ def begin_episodes(
     stack: contextlib.ExitStack,
     receipt: Receipt,
 ) -> Played:
-    """What plays episodes of the held-out rows."""
+    """Opens the environment and begins episodes from the held-out rows."""
     assert options.environment is not None
     opened = OpenedEnvironment(
         options.environment,

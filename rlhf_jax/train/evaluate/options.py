@@ -18,7 +18,7 @@ from rlhf_jax.train.config.rewards import Verifier, Workers
 from rlhf_jax.train.config.sampler import Episodes
 
 NUM_TEXTS = 256
-KINDS: dict[str, Kind] = {  # of scores, by the option that computes them
+KINDS: dict[str, Kind] = {  # {option: kind of its scores}
     "--reward": "reward",
     "--verifier": "verifier",
     "--reward-model": "reward",
@@ -45,24 +45,26 @@ class Config(RunConfig):
     workers: Annotated[Workers, FLAT] = Workers()
     """The processes that verify, or that run the environment."""
     reference: str | None = None
-    """Reference to compare with, a checkpoint that reads the policy's tokens; None
-    compares with nothing."""
+    """Reference to compare with, a checkpoint with the policy's vocabulary. None
+    compares with none."""
     reward: str | None = None
-    """Score of a response by a Python function of texts, module:function."""
+    """Python function that scores responses, module:function. None has none."""
     verifier: Verifier | None = None
-    """Verifier that scores responses: gsm8k, integer, exact, or module:function. Keys:
-    answer_field=answer, and with gsm8k unmarked=last_number."""
+    """Verifier that scores responses: gsm8k, integer, exact, or module:function.
+    Options: answer_field=answer, and for gsm8k unmarked=last_number. None has none."""
     reward_model: str | None = None
-    """Score of a response by a reward model, a checkpoint folder or hub id."""
+    """Reward model that scores responses, a checkpoint or hub id. None has none."""
     environment: Episodes | None = None
-    """Environment whose episodes are evaluated, as in `rlhf-jax ppo`."""
+    """Environment whose episodes are evaluated, as in `rlhf-jax ppo`. None evaluates
+    responses."""
     judge: str | None = None
-    """Judge of pairs of responses, module:function, which is asked in both orders."""
+    """Judge of pairs of responses, module:function. It is asked in both orders. None
+    has none."""
     num_samples: int = 8
     """Number of sampled responses per prompt, n."""
     ks: tuple[int, ...] | None = None
-    """k of pass@k, best@k and majority@k, at most n, beside 1; None is 1, 2, 4, ...
-    and n."""
+    """k of pass@k, best@k and majority@k, at most n; 1 is always included. None is
+    1, 2, 4, ... and n."""
     temperature: float = 1.0
     """Temperature of sampling, of the KL and of the perplexity of responses."""
     max_new_tokens: int = 256
@@ -71,23 +73,23 @@ class Config(RunConfig):
     """Prompts at a time."""
     texts: str | None = None
     """Held-out texts whose loss shows forgetting: plain text (.txt), or demonstrations
-    in JSONL."""
+    in JSONL. None has none."""
     num_texts: int = NUM_TEXTS
     """Rows of --texts to read, from the beginning."""
     text_max_length: int | None = None
-    """Longest row of --texts, tokens, into which plain text is cut; demonstrations
-    that are longer are left out. None is the model's context."""
+    """Longest row of --texts, tokens; None is the model's context. Plain text is cut
+    into such rows, longer demonstrations are left out."""
     stop_timeout: float = 20.0
     """Seconds that sampling and scoring may still take after SIGTERM or Ctrl-C. Then
     the state from before this step is saved, and the run ends."""
     snapshot_every: int = 10
-    """Steps, batches of prompts, between snapshots."""
+    """Steps (batches of prompts) between snapshots."""
     placement: PolicyPlacement = dataclasses.field(default_factory=PolicyPlacement)
-    """Where all models are: devices and mesh."""
+    """Devices and mesh of all models."""
 
     @property
     def compute_dtype(self) -> str:
-        """What models compute in, --dtype."""
+        """Dtype of activations, --dtype."""
         return self.start.dtype
 
     def __post_init__(self) -> None:
@@ -126,7 +128,7 @@ class Config(RunConfig):
         capabilities.need(judge, "--reference", has=self.reference is not None)
 
     def _check_scores(self) -> None:
-        """Raises InputError for what cannot score these responses together."""
+        """Raises InputError for scorers that cannot be combined."""
         if len(self.scorers) > 1:
             chosen = " and ".join(map(" ".join, self.scorers.items()))
             raise InputError(
@@ -158,7 +160,7 @@ class Config(RunConfig):
 
     @property
     def scorers(self) -> dict[str, str]:
-        """What scores responses, by its option; at most one."""
+        """{option: value} of what scores responses; at most one entry."""
         options = {
             "--reward": self.reward,
             "--verifier": self.verifier and self.verifier.name,
@@ -169,12 +171,12 @@ class Config(RunConfig):
 
     @property
     def score_called(self) -> str:
-        """What messages call the reward or verifier; "" without one."""
+        """The scorer as messages name it; "" without one."""
         return " ".join(word for pair in self.scorers.items() for word in pair)
 
     @property
     def kind(self) -> Kind:
-        """What scores are."""
+        """The kind of the scores."""
         for option in self.scorers:
             return KINDS[option]
         return "none"

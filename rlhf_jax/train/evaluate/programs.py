@@ -1,4 +1,4 @@
-"""The compiled programs of an evaluation: `jax.jit` stands here."""
+"""The compiled programs of an evaluation: `jax.jit` is applied here."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ Array = jax.Array
 def prompts_of(
     tokens: dict[int, Tokens], *, rows: list[int], num_samples: int, pad_id: int
 ) -> Prompts:
-    """Some prompts, each `num_samples` times, as wide as the longest of all.
+    """Returns some prompts, each `num_samples` times, as wide as the longest of all.
 
     Args:
-      num_samples: neighbouring rows with the same prompt.
-      pad_id: what stands left of shorter ones.
+      num_samples: number of neighbouring rows with the same prompt.
+      pad_id: token on the left of shorter prompts.
     """
     # The record names jax.Array; these are the NumPy arrays that become one.
     index: Any = np.repeat(np.asarray(rows, np.int32), num_samples)
@@ -49,7 +49,7 @@ def prompts_of(
 
 
 class Programs:
-    """What is compiled, once for each shape; frozen models are arguments."""
+    """The programs, compiled once per shape; frozen models are arguments."""
 
     def __init__(self, options: Config, *, start: Pretrained, mesh: Mesh) -> None:
         self._mesh, on = mesh, functools.partial(sharding.on, mesh)
@@ -74,7 +74,6 @@ class Programs:
         def divergence(
             policy: Frozen, reference: Frozen, responses: Rollout
         ) -> Divergence:
-            """The KL of the policy's responses to the reference, of each."""
             return evaluation.divergence(
                 frozen.read(policy),
                 frozen.read(reference),
@@ -97,22 +96,22 @@ class Programs:
     def respond(
         self, model: Frozen, prompts: Prompts, *, key: Array, greedy: bool
     ) -> Rollout:
-        """Responses of a frozen model.
+        """Draws responses of a frozen model.
 
         Args:
-          prompts: of NumPy, from `prompts_of`, once each where `greedy`.
-          key: of this model; each row's is folded from its prompt and sample number.
+          prompts: NumPy arrays from `prompts_of`; one row per prompt if `greedy`.
+          key: key of the model; rows fold in their prompt's and sample's numbers.
         """
         mine = row_sharding.own_rows(prompts, mesh=self._mesh)
         prompts = row_sharding.put_rows(mine, mesh=self._mesh)
         return self._respond(model, prompts, key, greedy=greedy)
 
     def score(self, scorer: RewardModel, responses: Rollout) -> Array:
-        """f32[B], of a reward model."""
+        """Returns f32[B], the scores of a reward model."""
         reward = rewards.from_model(scorer.frozen, model=scorer.model)
         return self._score(reward, responses)
 
     def text_loss(self, model: Frozen, texts: Sequences) -> float:
-        """-(1/N) Σ log π(token) of fixed texts at temperature 1, nats per token."""
+        """Returns -(1/N) Σ log π(token) of texts at temperature 1, nats per token."""
         ((total, weight),) = self._text_stats(model, texts).values()
         return float(total) / float(weight)

@@ -1,4 +1,4 @@
-"""A batch of prompts to the responses of both models, with their numbers."""
+"""Draws, scores and judges the responses of both models to a batch of prompts."""
 
 from __future__ import annotations
 
@@ -38,32 +38,32 @@ Guard = Callable[[], contextlib.AbstractContextManager[None]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """All that a batch is evaluated with."""
+    """Models, data and scorers of an evaluation."""
 
     options: Config
     programs: Programs
-    start: Pretrained  # its params are not read
+    start: Pretrained  # without parameters
     models: dict[Model, Frozen]  # the policy, and a reference if there is one
-    keys: dict[Model, Array]  # one for each, so that equal models differ in samples
-    read: ReadRows  # of the file of prompts
+    keys: dict[Model, Array]  # one per model, so that equal models draw other samples
+    read: ReadRows  # the file of prompts
     score: Score | None
-    played: Played | None  # plays episodes, which it scores, in place of responses
+    played: Played | None  # plays and scores episodes in place of responses
     answers: Answering | None  # a verifier that reads answers
     judge: PairFunction | None
 
     @property
     def num_steps(self) -> int:
-        """Batches of prompts."""
+        """Number of batches of prompts."""
         return -(-len(self.read.tokens) // self.options.batch_size)
 
     def batch(self, step: int, *, guard: Guard) -> list[Response]:
-        """The responses to one batch of prompts.
+        """Returns the responses to one batch of prompts.
 
-        The last batch is filled with prompts of the first ones, whose responses are
-        left out, so that every batch has one shape.
+        The last batch is filled with the first prompts, so that all batches have one
+        shape; their second responses are left out.
 
         Args:
-          guard: a context around the user's code.
+          guard: a context for running the user's code.
         """
         size, numbers = self.options.batch_size, list(self.read.tokens)
         begin = step * size
@@ -162,7 +162,7 @@ class Evaluation:
     def _drawn(
         self, model: Frozen, prompts: Prompts, *, key: Array, greedy: bool, guard: Guard
     ) -> tuple[Rollout, Scores | None]:
-        """Responses, or episodes with their scores."""
+        """Draws responses, or episodes with their scores."""
         if self.played is None:
             return self.programs.respond(model, prompts, key=key, greedy=greedy), None
         with guard():
@@ -183,7 +183,7 @@ class Evaluation:
     def _check_finite(
         self, called: str, numbers: Sequence[Any], *, what: str, rows: Any
     ) -> None:
-        """Raises StopError for a number that is not, which would be in every figure."""
+        """Raises StopError for a number that is not finite."""
         for array in numbers:
             wrong = ~np.isfinite(np.asarray(array))
             if wrong.any():
@@ -235,7 +235,7 @@ class Evaluation:
 
 
 def stats(responses: Sequence[Response]) -> Stats:
-    """What metrics.jsonl shows of a batch: the policy's samples."""
+    """Returns the statistics of a batch for metrics.jsonl, of the policy's samples."""
     ours = [
         response
         for response in responses

@@ -1,4 +1,4 @@
-"""From responses to results.json and a table."""
+"""Makes results.json and the tables from the responses."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ SHOWN = {
 def collected(
     responses: Sequence[Response], *, options: Config, answers: bool
 ) -> dict[str, Any]:
-    """The figures of all responses, as JSON; equal for equal responses.
+    """Returns the figures of all responses, as JSON; equal for equal responses.
 
     Args:
       answers: whether the verifier reads answers, which majority@k needs.
     """
     names = list(dict.fromkeys(response.model for response in responses))
-    of = {
+    by_prompt = {
         (name, decoding): figures.by_prompt(responses, model=name, decoding=decoding)
         for name in names
         for decoding in DECODINGS
     }
     results: dict[str, Any] = {
-        "prompts": len(of["policy", "sampled"]),
+        "prompts": len(by_prompt["policy", "sampled"]),
         "num_samples": options.num_samples,
         "temperature": options.temperature,
         "scored_by": next(iter(options.scorers.values()), None),
@@ -59,21 +59,21 @@ def collected(
         results[name] = {
             decoding: _as_json(
                 figures.of_model(
-                    of[name, decoding],
+                    by_prompt[name, decoding],
                     kind=options.kind,
                     ks=options.levels if decoding == "sampled" else (1,),
                     answers=answers and decoding == "sampled",
                 )
             )
-            | {"distinct_overall": figures.distinct_share(of[name, decoding])}
+            | {"distinct_overall": figures.distinct_share(by_prompt[name, decoding])}
             for decoding in DECODINGS
         }
     if "reference" in names:
         results["comparison"] = {
             decoding: _as_json(
                 figures.compared(
-                    of["policy", decoding],
-                    of["reference", decoding],
+                    by_prompt["policy", decoding],
+                    by_prompt["reference", decoding],
                     kind=options.kind,
                 )
             )
@@ -96,7 +96,7 @@ def collected(
 def _best_of_k(
     of_reference: dict[str, Any], *, kind: Kind, ks: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """The reference's best of k responses by the score: a policy without training."""
+    """Returns the scores of the reference's best of k responses, with a KL bound."""
     name = "pass" if kind == "verifier" else "best"
     return [
         {"k": k, "kl_at_most": best_of_n.kl_bound(k)} | of_reference[f"{name}@{k}"]
@@ -105,7 +105,7 @@ def _best_of_k(
 
 
 def tell(results: dict[str, Any]) -> None:
-    """Prints a table for samples and one for greedy responses, and what is beside."""
+    """Prints tables for samples, greedy responses, best-of-k and texts."""
     counts = {"sampled": results["num_samples"], "greedy": 1}
     for decoding, count in counts.items():
         theirs = results.get("reference", {}).get(decoding, {})
@@ -173,7 +173,7 @@ def _as_json(of: dict[str, Figure]) -> dict[str, Any]:
 
 
 def _cell(figure: dict[str, Any] | float | None, *, of: str) -> str:
-    """A mean with its interval; a share of all responses has none."""
+    """Formats a figure with its interval, or a number without one."""
     if figure is None:
         return ""
     if not isinstance(figure, dict):

@@ -1,4 +1,4 @@
-"""What scores responses: a reward, a verifier in other processes, a reward model."""
+"""Scores responses by a reward, a verifier in other processes, or a reward model."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Scored(NamedTuple):
     """Scores of responses."""
 
     scores: HostArray  # f32[count], reward units
-    failed: HostArray  # bool[count], the verifier had none for it
-    counts: Mapping[str, HostArray] = {}  # f32[count], by what the verifier counts
+    failed: HostArray  # bool[count], the verifier gave no score
+    counts: Mapping[str, HostArray] = {}  # f32[count], by name of the count
 
 
-# Responses, and how many of them from the first count.
+# (responses, number of them to score, from the first) -> their scores.
 Score = Callable[[Rollout, int], Scored]
 
 
@@ -46,7 +46,7 @@ def opened(
     verifier: Verifier | None,
     reward_model: RewardModel | None,
 ) -> Iterator[Score | None]:
-    """The score that the options ask for; None where they ask for none."""
+    """Opens the scorer of the options; None without one."""
     if reward_model is not None:
         yield lambda rollout, count: _all(
             processes.whole(programs.score(reward_model, rollout))[:count]
@@ -80,7 +80,7 @@ def opened(
 
 
 def _by_first(score: Callable[[Rollout], Scored], rollout: Rollout) -> Scored:
-    """Scores that, of several processes, the first computes for all."""
+    """Computes scores in the first process, for all processes."""
     computed = processes.computed_by_first(lambda: _plain(score(rollout)))
     return Scored(
         np.asarray(computed["scores"], np.float32),
@@ -102,5 +102,5 @@ def _all(scores: HostArray) -> Scored:
 
 
 def first(rollout: Rollout, count: int) -> Rollout:
-    """The first responses, on the host."""
+    """Returns the first `count` responses, on the host."""
     return jax.tree.map(lambda leaf: leaf[:count], processes.whole(rollout))

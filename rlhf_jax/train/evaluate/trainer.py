@@ -48,7 +48,7 @@ def main(options: Config) -> None:
 
 
 def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
-    """From the options to the results."""
+    """Evaluates, from the options to the results."""
     started, compiled = time.perf_counter(), program_cache.compiled_so_far()
     verifier, judge = load_functions(options)
     reader = pretrained.described(
@@ -97,7 +97,7 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
     models: dict[Model, Frozen] = {
         "policy": frozen_models.load_reference(None, **on_mesh)
     }
-    start = start._replace(params=None)  # the frozen copy is enough
+    start = start._replace(params=None)  # the frozen copy suffices
     on_mesh["policy"] = start
     if options.reference is not None:
         models["reference"] = frozen_models.load_reference(options.reference, **on_mesh)
@@ -154,7 +154,7 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
             job.stage(STAGE, {"root_key": key}, meta=meta, beside=beside) as stage,
         ):
             if not options.resume and options.resume_from is None:
-                # A reward or judge that fails at once leaves no run behind.
+                # A reward or judge that fails at once leaves no run folder.
                 unscored.callback(empty, job.folder)
             report.model_table(
                 [(name, model.stored, False) for name, model in beside.items()],
@@ -225,7 +225,7 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
 
 
 def empty(run: Path) -> None:
-    """Removes what is in the folder of a run that has done nothing yet."""
+    """Empties the folder of a run that has no results yet."""
     for path in run.iterdir() if processes.is_first() else ():
         if path.is_dir():
             shutil.rmtree(path)
@@ -234,12 +234,12 @@ def empty(run: Path) -> None:
 
 
 def answering(verifier: object) -> verifiers.Answering | None:
-    """The verifier where it reads answers, which majority@k needs."""
+    """Returns the verifier if it reads answers, which majority@k needs."""
     return verifier if isinstance(verifier, verifiers.Answering) else None
 
 
 def load_functions(options: Config) -> tuple[Verifier | None, PairFunction | None]:
-    """The verifier and the judge, before a model is loaded; the reward is tried too."""
+    """Loads verifier and judge, and checks the reward, before a model is loaded."""
     if options.reward is not None:
         command_line.load_function(
             options.reward, called="--reward", takes=TextReward.TAKES
@@ -258,7 +258,7 @@ def load_functions(options: Config) -> tuple[Verifier | None, PairFunction | Non
 def read_asked(
     options: Config, *, reader: Pretrained, verifier: Verifier | None, receipt: Receipt
 ) -> ReadRows:
-    """The rows, and the prompts of those that leave room."""
+    """Reads the rows, and the prompts that leave room for a response."""
     if isinstance(verifier, verifiers.Readable):
         located = json_lines.read_located(options.data.prompts)
         verifiers.check_answers(located, verifier=verifier)

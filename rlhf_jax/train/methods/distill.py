@@ -4,31 +4,31 @@
         --out OUT
 
 The student responds to the prompts, and at every token of its responses it learns the
-distribution of the teacher, which is its reference, over the whole vocabulary:
---divergence reverse is KL(student ‖ teacher), forward the other way round,
-jensen_shannon lies between them (--jsd-beta). The teacher may be of any family, width
-and depth that reads the student's tokens with the same ids. It is run once per
+teacher's distribution over the whole vocabulary. The teacher is its reference.
+--divergence reverse is KL(student ‖ teacher), forward is KL(teacher ‖ student), and
+jensen_shannon lies between them (--jsd-beta). The teacher may have any family, width
+and depth, but must read the student's tokens with the same ids. It runs once per
 iteration, over the student's responses.
 
-A reward is added where one is given (--reward, --verifier, --reward-model, --rewards):
-the student then maximises score - kl_coef * divergence, the score by REINFORCE++.
---penalty.placement reward --divergence None puts k1 into the reward instead, so that a
-token is credited with the KL of the tokens after it too (the KL of whole responses).
+With a reward (--reward, --verifier, --reward-model, --rewards) the student maximises
+score - kl_coef * divergence, the score by REINFORCE++. --penalty.placement reward
+--divergence None puts k1 into the reward instead, so that a token is also credited with
+the KL of the tokens after it (the KL of whole responses).
 
---preset sdpo needs no demonstrations: the teacher is --model as it was a while ago (an
-average of the student), and of a response it reads the prompt with another of its group
-that scored --success-score or more. Responses without one are not trained on.
+--preset sdpo is self-distillation without demonstrations. The teacher is an average of
+earlier students, and reads the prompt with another response of the group that scored
+--success-score or more. Responses without such another one are not trained on.
 
---preset sdft is self-distillation: the teacher is --model as it starts, and reads the
-field --teacher-field of a row in the prompt's place, as a demonstration and the prompt.
+--preset sdft is self-distillation with demonstrations: the teacher is the initial
+--model, and reads the field --teacher-field of a row in place of the prompt.
 
---reference-storage.dtype int8 makes the teacher cheaper; --placement.reference last,
-cpu or pinned_host gives it devices of its own, or takes it off the device. What comes
-back are its hidden states, and no array over tokens and vocabulary is made anywhere.
+--reference-storage.dtype int8 makes the teacher cheaper. --placement.reference last,
+cpu or pinned_host gives it devices of its own, or takes it off the device. It returns
+hidden states: no array over tokens and vocabulary is ever made.
 
 Memory: the student in float32 four times, the teacher once as it is stored, its output
-head once more, and the teacher's hidden states of a batch. Expect objective/kl, nats
-per response from student to teacher, to fall. OUT/model is a Hugging Face checkpoint.
+head once more, and the teacher's hidden states of a batch. Expect objective/kl, the KL
+from student to teacher, to fall. OUT/model is a Hugging Face checkpoint.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ RECIPE = DistillRecipe()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StudentPrompts(Prompts):
-    """Which prompts the student responds to, and what its teacher reads."""
+    """The prompts of the student and of its teacher."""
 
     teacher_field: str | None = None
-    """Field of the rows that the teacher reads in the prompt's place (SDFT: a
-    demonstration and the prompt); None is the prompt itself."""
+    """Field of a row that the teacher reads in place of the prompt (SDFT: a
+    demonstration with the prompt); None is the prompt itself."""
 
     @property
     def writing_option(self) -> str | None:
-        """The option that says how a row becomes a prompt; None by default."""
+        """The option, other than --chat, that changes the prompts; None if unset."""
         if self.teacher_field is not None:
             return "--teacher-field"
         return super().writing_option
@@ -74,7 +74,7 @@ class Config(PolicyGradientConfig):
     name: ClassVar[str] = "distill"
     makes: ClassVar[type[PolicyGradient]] = Distill
     default_kl_coef: ClassVar[float] = 1.0
-    needs_reward: ClassVar[bool] = False  # the teacher alone is enough
+    needs_reward: ClassVar[bool] = False
     reads_hidden_states: ClassVar[bool] = True
     data: Annotated[StudentPrompts, FLAT]
     """The prompts."""
@@ -104,21 +104,21 @@ class Config(PolicyGradientConfig):
 
     @property
     def teacher_field(self) -> str | None:
-        """The field that the teacher reads; None is the prompt."""
+        """Field of the rows that the teacher reads; None reads the prompt."""
         return self.data.teacher_field
 
     @property
     def success_score(self) -> float | None:
-        """Score of responses that the teacher reads; None: it reads none."""
+        """Least score of responses that the teacher reads, or None."""
         return self.method.success_score
 
     @property
     def rows_per_prompt(self) -> int:
-        """Responses to each prompt of a batch."""
+        """Number of responses to each prompt of a batch."""
         return self.method.group_size
 
     def algorithm(self, **shapes: Any) -> PolicyGradient:
-        """The recipe with what a run knows, and whether there is a reward."""
+        """Builds the algorithm, which depends on whether there is a reward."""
         return super().algorithm(rewarded=bool(self.sources), **shapes)
 
 
@@ -136,8 +136,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         ),
     },
 }
-"""--preset NAME: Shenfeld et al. 2026, arXiv:2601.19897, whose teacher is the start;
-Hübotter et al. 2026, arXiv:2601.20802, with the defaults of the authors' code."""
+"""--preset NAME. sdft: Shenfeld et al. 2026, arXiv:2601.19897. sdpo: Hübotter et al.
+2026, arXiv:2601.20802, with the defaults of the authors' code."""
 
 
 command = functools.partial(
@@ -147,4 +147,4 @@ command = functools.partial(
     first=("method.divergence",),
     presets=PRESETS,
 )
-"""`rlhf-jax distill`: from a command line to a run."""
+"""`rlhf-jax distill`: runs the command from a command line."""

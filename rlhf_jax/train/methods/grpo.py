@@ -5,26 +5,26 @@
     rlhf-jax grpo --model MODEL --prompts train.jsonl --reward-model runs/rm/model \\
         --out runs/grpo
 
-Each prompt of a batch gets --group-size responses, and a response that scores more than
-its group becomes likelier, at the KL coefficient β (--kl-coef) to the frozen reference,
-which is --model as it starts. Rewards, reference, sampler and everything else are those
-of `rlhf-jax ppo`, from which it differs by the method alone.
+Each prompt of a batch gets --group-size responses. A response that scores more than the
+mean of its group becomes more likely, less a KL penalty (--kl-coef β) to the frozen
+reference, the initial --model. Only the options of the method differ from those of
+`rlhf-jax ppo`.
 
---verifier gsm8k compares the number after the last #### of a response with that of
-"answer", as GSM8K (github.com/openai/grade-school-math) has them. --verifier
+--verifier gsm8k compares the number after the last #### of a response with that of the
+row's "answer", the format of GSM8K (github.com/openai/grade-school-math). --verifier
 my_verifiers:check calls
 
     def check(prompt: str, response: str, row: dict) -> float
 
-of my_verifiers.py in the working directory, in processes of its own and with a time
-limit (--timeout); 1 is right. --held-out test.jsonl measures the mean score of greedy
-responses, before and after. --preset NAME starts from a published recipe: deepseekmath,
+of my_verifiers.py in the working directory, in separate processes with a time limit
+(--timeout); 1 is right. --held-out test.jsonl measures the mean score of greedy
+responses before and after. --preset NAME starts from a published recipe: deepseekmath,
 rloo, rloo-masked, gspo, luspo, gmpo, cispo, sapo, dapo, dar, dr-grpo, dppo, vespo,
 topr, opo, remax, gdpo, skywork-or1, top-entropy, clip-cov, kl-cov, gradient-penalty,
 ema-pg, score-centring or reinforce++-baseline.
 
-A model that solves none of the prompts learns nothing, as all responses of a group
-score 0: group/equal_fraction is 1 then; --max-redraws N draws up to N more batches.
+A model that solves no prompt learns nothing, as all responses of a group score 0 and
+group/equal_fraction is 1. --max-redraws N draws up to N more batches.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Config(PolicyGradientConfig):
 
     @property
     def rows_per_prompt(self) -> int:
-        """Responses to each prompt of a batch."""
+        """Number of responses to each prompt of a batch."""
         return self.method.group_size
 
 
@@ -122,7 +122,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "reinforce++-baseline": {"method": grpo.REINFORCE_BASELINE},
 }
-"""--preset NAME: what was published, where it differs from the defaults."""
+"""--preset NAME: published settings that differ from the defaults."""
 
 
 command = functools.partial(
@@ -132,4 +132,4 @@ command = functools.partial(
     first=("method.group_size",),
     presets=PRESETS,
 )
-"""`rlhf-jax grpo`: from a command line to a run."""
+"""`rlhf-jax grpo`: runs the command from a command line."""

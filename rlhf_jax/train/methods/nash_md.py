@@ -1,11 +1,11 @@
-"""Nash-MD: a policy that is preferred to a mixture of itself with the reference.
+"""Nash-MD: a policy that is preferred to a mixture of itself and the reference.
 
     rlhf-jax nash-md --model MODEL --prompts train.jsonl \\
         --reward-model runs/rm/model --out OUT
 
-It is `rlhf-jax grpo` with another method: to each prompt the policy gives one response
-and the mixture of policy and reference another, and the policy learns what is preferred
-to the mixture's, less --kl-coef times the KL.
+To each prompt the policy draws one response, and the mixture of policy and reference
+another. The policy maximises the probability that its response is preferred, less
+--kl-coef times the KL. Only the options of the method differ from `rlhf-jax grpo`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RECIPE = NashMDRecipe(temperature=1.0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(PolicyGradientConfig):
-    """The options of `rlhf-jax nash-md`, which trains on half of a batch."""
+    """The options of `rlhf-jax nash-md`, which trains on half of each batch."""
 
     name: ClassVar[str] = "nash-md"
     makes: ClassVar[type[PolicyGradient]] = NashMD
@@ -44,24 +44,21 @@ class Config(PolicyGradientConfig):
 
     @property
     def rows_per_prompt(self) -> int:
-        """A response of the policy and one of the mixture."""
+        """2: a response of the policy and one of the mixture."""
         return 2
 
     @property
     def sampler_tolerance(self) -> float:
-        """What rounding of sampler and reference adds to the distance to the trainer.
-
-        Nats per token.
-        """
+        """Tolerance added for rounded sampler and reference, nats per token."""
         return super().sampler_tolerance + self.storage_tolerance
 
     @property
     def trained_share(self) -> float:
-        """The policy's own responses, not the mixture's."""
+        """1/2: the policy's responses, without those of the mixture."""
         return 0.5
 
 
 command = functools.partial(
     commands.run, Config, description=__doc__, first=("method.mixture",)
 )
-"""`rlhf-jax nash-md`: from a command line to a run."""
+"""`rlhf-jax nash-md`: runs the command from a command line."""

@@ -3,10 +3,10 @@
     rlhf-jax online-dpo --model MODEL --prompts train.jsonl \\
         --reward-model runs/rm/model --out OUT
 
-It is `rlhf-jax grpo` with another method: the samples of a prompt are ranked by their
-scores, and DPO's loss of the best against the worst takes the place of the policy
-gradient. --kl-coef is DPO's β, and its loss needs no ratio to the policy that sampled:
-a stale sampler (--max-staleness) makes older pairs, and nothing corrects for it.
+The samples of a prompt are ranked by their scores, and DPO's loss of the best against
+the worst replaces the policy gradient. --kl-coef is DPO's β. The loss has no ratio to
+the policy that sampled: a stale sampler (--max-staleness) makes older pairs, without a
+correction. Only the options of the method differ from `rlhf-jax grpo`.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class Config(PolicyGradientConfig):
 
     @property
     def rows_per_prompt(self) -> int:
-        """Responses to each prompt of a batch."""
+        """Number of responses to each prompt of a batch."""
         return self.method.group_size
 
     @property
     def trained_share(self) -> float:
-        """Share of the responses that are in a pair."""
+        """Share of the responses that are part of a pair."""
         return 2 / self.method.responses_per_pair
 
     def algorithm(self, **shapes: Any) -> PolicyGradient:
-        """The recipe with what a run knows, and β."""
+        """Builds the algorithm, with the KL coefficient as DPO's β."""
         return super().algorithm(beta=self.kl_coef, **shapes)
 
 
@@ -61,4 +61,4 @@ command = functools.partial(
     description=__doc__,
     first=("method.group_size", "method.labels"),
 )
-"""`rlhf-jax online-dpo`: from a command line to a run."""
+"""`rlhf-jax online-dpo`: runs the command from a command line."""

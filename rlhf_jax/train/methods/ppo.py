@@ -5,31 +5,31 @@
     rlhf-jax ppo --model gpt2 \\
         --prompts prompts.txt --reward my_rewards:score --out runs/ppo
 
-A line of --prompts is {"prompt": ..., and whatever the reward asks for}, or a prompt
-in a .txt file; messages go through the tokenizer's chat template. The reward is a
-checkpoint of `rlhf-jax reward-model`, a --verifier, a weighted list (--rewards), or a
+A line of --prompts is {"prompt": ..., with any fields that the reward reads}, or a
+prompt in a .txt file. Messages go through the tokenizer's chat template. The reward is
+a checkpoint of `rlhf-jax reward-model`, a --verifier, a weighted list (--rewards), or a
 function
 
     def score(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float]
 
-of my_rewards.py in the working directory; rows are those of --prompts. The policy
+of my_rewards.py in the working directory, where rows are those of --prompts. The policy
 maximises score - kl_coef * KL(policy || reference). OUT/model is a Hugging Face
 checkpoint with its tokenizer. --environment plays episodes of several turns instead.
 
 --lora 16 trains adapters of policy and critic over one frozen base, which is also the
-reference; OUT/adapter is then a PEFT adapter, and OUT/model is merged.
+reference; OUT/adapter is then a PEFT adapter, and OUT/model has it merged.
 --reference-storage.dtype int8 makes the reference cheaper, --placement.reference
 pinned_host or cpu takes it off the device, --lifecycle.* moves it, and --reference none
-leaves it out. --references NAME=CHECKPOINT,weight=W penalises a KL to another reference
-too, at W times the coefficient of the first.
+omits it. --references NAME=CHECKPOINT,weight=W also penalises the KL to another
+reference, with W times the coefficient of the first.
 --preset openai-2019 or n-plus starts from a published recipe.
 Every --eval-every steps the run evaluates --texts and a --judge; --alarms.* are limits
 beyond which it prints a warning.
 
 Memory: policy and critic in float32 four times each, reference and reward model once;
 for GPT-2 small 4.7 GiB. Expect the score to rise and the KL to stay in single digits
-[nats per response]; if the KL runs away while the score soars, the policy has found a
-hole in the reward: raise --kl-coef, or hold the KL with --kl-control
+[nats per response]. If KL and score both rise sharply, the policy exploits an error of
+the reward: raise --kl-coef, or control the KL with --kl-control
 adaptive,target=6,unit=response.
 """
 
@@ -71,13 +71,13 @@ class Config(PolicyGradientConfig):
     method: Annotated[Recipe, FLAT] = RECIPE
     """Coefficients and choices of PPO."""
     critic: Critic = Critic()  # pyright: ignore[reportIncompatibleMethodOverride]
-    """The critic, options with a prefix."""
+    """Optimizer and initial model of the critic."""
     placement: Placement = Placement()
-    """Where each role is: devices, mesh and memory."""
+    """Devices, mesh and memory of each role."""
 
     def __post_init__(self) -> None:
         method, sampler = self.method, self.sampler
-        # First: the default correction would be named, which nobody chose.
+        # First: a later check would name the default correction, which nobody chose.
         stale = bool(sampler.max_staleness) and method.sampler_correction is None
         capabilities.exclude(
             {
@@ -98,11 +98,11 @@ class Config(PolicyGradientConfig):
 
     @property
     def critic_place(self) -> Place:
-        """Where the critic is."""
+        """The place of the critic."""
         return self.placement.critic
 
     def optimizers(self) -> dict[str, optax.GradientTransformation]:
-        """The optimizers of policy and critic; the policy waits for the critic."""
+        """The optimizers; the policy's has no updates during the critic's warm-up."""
         learning = self.num_steps - self.method.critic_warmup
         return {
             "policy_optimizer": self.optimizer.make(learning * self.updates),
@@ -142,7 +142,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         ),
     },
 }
-"""--preset NAME: what the published runs set, where it differs from the defaults."""
+"""--preset NAME: published settings that differ from the defaults."""
 
 
 command = functools.partial(
@@ -152,4 +152,4 @@ command = functools.partial(
     first=("method.num_minibatches",),
     presets=PRESETS,
 )
-"""`rlhf-jax ppo`: from a command line to a run."""
+"""`rlhf-jax ppo`: runs the command from a command line."""

@@ -2,8 +2,9 @@
 
     rlhf-jax reinforce --model MODEL --prompts train.jsonl --verifier gsm8k --out OUT
 
-It is `rlhf-jax ppo` with another method: there is no critic and there are no groups,
-and the advantage of a token is its reward to go, whitened over the rollout.
+The advantage of a token is its reward to go, whitened over the rollout. There is no
+critic and there are no groups. Only the options of the method differ from
+`rlhf-jax ppo`.
 """
 
 from __future__ import annotations
@@ -31,4 +32,4 @@ class Config(PolicyGradientConfig):
 
 
 command = functools.partial(commands.run, Config, description=__doc__)
-"""`rlhf-jax reinforce`: from a command line to a run."""
+"""`rlhf-jax reinforce`: runs the command from a command line."""

@@ -1,1 +1,1 @@
-"""`rlhf-jax plan`: whether a run fits chips that are not there, and how fast it is."""
+"""`rlhf-jax plan`: whether a run fits absent chips, and how fast it can be."""

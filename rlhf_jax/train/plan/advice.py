@@ -1,4 +1,4 @@
-"""What to change of a run that does not fit, and the largest number that does fit."""
+"""Advice for a run that does not fit, and the search for the largest batch size."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ GIB = 2**30
 def advice(
     config: Config, *, resident: dict[str, int], alive: list[Alive]
 ) -> list[str]:
-    """What to change, what saves most first: of the models or of the largest program.
+    """Returns changes of the models or the largest program, the best saving first.
 
-    What a change of a program saves is a guess, half of its temporaries; compile again.
+    The saving of a change to a program is a guess, half of its temporaries.
     """
     peak = max(alive, key=lambda row: row.total)
     savings = [(sum(resident.values()) // 2, "twice the chips, all on the fsdp axis")]
@@ -66,16 +66,17 @@ def largest(
     known: dict[int, int],
     calls: int = 6,
 ) -> tuple[int, bool]:
-    """The largest n whose bytes are within a limit, found with few calls.
+    """Finds the largest n whose bytes are within a limit, with few calls.
 
-    Bytes grow about linearly in n: a line through two of them foretells where to look,
-    and halving goes on from there.
+    Bytes grow about linearly in n: a line through two measurements predicts the next n,
+    and bisection continues from there.
 
     Args:
-      alive: n -> bytes; None is too many to be told.
+      alive: n -> bytes; None if the compiler refused the program.
+      known: bytes that are measured already.
 
     Returns:
-      n, 0 where not even 1 was seen to fit, and whether n + 1 was seen not to fit.
+      n, or 0 if not even 1 was found to fit; and whether n + 1 was found not to fit.
     """
     sizes: dict[int, int | None] = dict(known)
     for _ in range(calls):
@@ -91,7 +92,7 @@ def largest(
             slope = (known_sizes[last] - known_sizes[first]) / (last - first)
             guess = first + int((limit - known_sizes[first]) / max(slope, 1.0))
         top = 4 * max(low, 1) if high is None else high - 1
-        # Next to what is known, so that a good forecast is confirmed from both sides.
+        # Between known sizes, so that a good forecast is confirmed from both sides.
         guess = min(max(guess, low + 1), top)
         sizes[guess] = alive(guess)
     known_sizes = [n for n, size in sizes.items() if size is not None and size <= limit]

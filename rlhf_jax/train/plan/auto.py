@@ -1,14 +1,15 @@
-"""What `--auto` chooses: how the devices share a run, of shapes alone.
+"""`--auto`: chooses how the devices share a run, from shapes.
 
-    mesh          all devices: data, data by nodes and fsdp inside of them, or fsdp
+    mesh          all devices: data, data over nodes with fsdp inside them, or fsdp
     remat         none, dots or full
     micro-batch   rows of a forward and backward pass
-    cache         all rows decoded at a time, or fewer where no layout has room
+    cache         all rows decoded at a time, or fewer if no mesh has room
 
-Of what fits, the update that takes the least time by hand: its products, those that are
-rematerialised too, or what it sends. The layout to sample on is `rollouts/fastest.py`.
-Models and optimizers count to the byte (`memory_check`), activations by hand
-(`workload.activation_bytes`). An option that is not at its default stays.
+Of the updates that fit it takes the one with the least estimated time: its matrix
+products (with rematerialised ones), or the bytes that it sends. `rollouts/fastest.py`
+chooses the mesh for sampling. Models and optimizers are counted exactly
+(`memory_check`), activations are estimated (`workload.activation_bytes`). Options that
+are not at their default are kept.
 """
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ from rlhf_jax.train.supervised.task import Task
 AnyConfig: TypeAlias = PolicyGradientConfig | SupervisedConfig
 Config = TypeVar("Config", bound=AnyConfig)
 GIB = 2**30
-# Forward passes of an update: full remat repeats all of one, dots attention and norms.
+# Cost of an update in forward passes: full remat repeats all of one, dots a part.
 PASSES: dict[Remat, float] = {"none": 3.0, "dots": 3.1, "full": 4.0}
 
 
 class Devices(NamedTuple):
-    """What a run may take."""
+    """The devices that a run may use."""
 
     devices: Sequence[Any]
-    chip: Chip | None  # None is one of which nothing is known, as a CPU
-    memory: int | None = None  # bytes for programs; None is what the chip's table says
-    per_node: int | None = None  # whose links are fast; None is all
+    chip: Chip | None  # None is a chip without known figures, such as a CPU
+    memory: int | None = None  # bytes for programs; None takes the chip's table
+    per_node: int | None = None  # number of devices with fast links; None is all
 
     @classmethod
     def here(cls) -> Self:
-        """All that JAX has here."""
+        """Returns all devices of this run."""
         devices = jax.devices()
         chip = chips.of_device(devices[0])
         memory = memory_check.limit(jax.local_devices()[0])
@@ -62,18 +63,18 @@ class Devices(NamedTuple):
 
     @property
     def one(self) -> Mesh:
-        """A mesh to make shapes on."""
+        """A mesh of one device, on which shapes are made."""
         return ONE_DEVICE.make(list(self.devices[:1]))
 
     @property
     def room(self) -> float:
-        """Bytes of a device for what is counted."""
+        """Bytes of a device for models, optimizers, gradients and activations."""
         assert self.chip is not None
         memory = self.chip.memory if self.memory is None else self.memory
         return fastest.ROOM * memory
 
     def rate(self, devices: int) -> float:
-        """Bytes a second between so many neighbours."""
+        """Returns bytes per second between `devices` neighbouring devices."""
         assert self.chip is not None
         far = self.per_node is not None and devices > self.per_node
         return self.chip.network if far and self.chip.network else self.chip.links
@@ -85,15 +86,15 @@ class Fit(NamedTuple):
     mesh: MeshShape
     remat: Remat
     micro: int  # rows
-    seconds: float  # of a pass over a batch, at the least
-    held: int  # bytes of a device: models, optimizers and gradients
-    activations: int  # bytes of a device
+    seconds: float  # lower bound, per pass over a batch
+    models: int  # bytes per device: models, optimizers and gradients
+    activations: int  # bytes per device
 
 
 def chosen(
     config: PolicyGradientConfig, start: Pretrained, among: Devices, *, prompt: int
 ) -> tuple[PolicyGradientConfig, list[str]]:
-    """The run with what `--auto` chooses, and lines that say what and why.
+    """Returns the config with the choices of `--auto`, and lines that report them.
 
     Args:
       start: --model without parameters.
@@ -114,7 +115,7 @@ def chosen(
 def chosen_of_task(
     task: Task[Any], start: Pretrained, among: Devices
 ) -> tuple[Task[Any], list[str]]:
-    """The same of SFT, reward model and DPO, whose rows are as long as they may be."""
+    """As `chosen`, for SFT, reward model and DPO with rows of the greatest length."""
     config, lines = _updated(
         task.config, lambda: of_task(task, start, among.one), among
     )
@@ -124,14 +125,14 @@ def chosen_of_task(
 def _updated(
     config: Config, update_of: Callable[[], Update], among: Devices
 ) -> tuple[Config, list[str]]:
-    """The run with mesh, remat and micro-batch chosen; itself where nothing is."""
+    """Chooses mesh, remat and micro-batch; returns `config` itself if it cannot."""
     if config.auto is None:
         return config, []
     count = len(among.devices)
     if among.chip is None:
         kind = among.devices[0].device_kind
         return config, [
-            f"--auto: no figures of {kind} are known, so that every option stays; the "
+            f"--auto: no figures of {kind} are known, so every option is kept; the "
             f"policy is on {config.placement.policy.size} of {count} devices"
         ]
     update = update_of()
@@ -143,8 +144,8 @@ def _updated(
     if not fits:
         return config, [
             head,
-            "  every option stays, as no mesh and remat have room for an update: --lora"
-            " 16, a bfloat16 reference or more devices take less of each",
+            "  every option is kept, as no mesh and remat have room for an update: use"
+            " --lora 16, a bfloat16 reference or more devices",
         ]
     best = min(fits, key=lambda fit: fit.seconds)
     placement = dataclasses.replace(config.placement, policy=best.mesh)
@@ -157,25 +158,26 @@ def _updated(
     lines = [
         head,
         f"  --placement.policy {fastest.written(best.mesh)}: models, optimizers and "
-        f"gradients take {best.held / GIB:.2f} GiB of {among.room / GIB:.2f} a device",
+        f"gradients take {best.models / GIB:.2f} GiB of {among.room / GIB:.2f} "
+        f"a device",
         f"  --remat {best.remat} --micro-batch-size {best.micro}: activations take "
         f"about {best.activations / GIB:.2f} GiB, an update {best.seconds:.2g} s at "
         f"the least",
     ]
     if idle := count - best.mesh.size - _taken(config):
         lines.append(
-            f"  {idle} of {count} devices are idle: the {update.rows} rows of an "
-            f"update and the heads are shared by {best.mesh.size} at the most"
+            f"  {idle} of {count} devices are idle: at most {best.mesh.size} can share "
+            f"the {update.rows} rows of an update and the heads"
         )
     return made, lines
 
 
 def _fits(config: AnyConfig, update: Update, among: Devices) -> Iterator[Fit]:
-    """Of every mesh and remat the micro-batch of the most rows that has room."""
+    """Yields, for every mesh and remat, the largest micro-batch that fits."""
     chip = among.chip
     assert chip is not None
     for shape in _meshes(config, update, among):
-        held = update.held(shape.make(list(among.devices)[: shape.size]))
+        resident = update.resident(shape.make(list(among.devices)[: shape.size]))
         shares = shape.rows
         for remat in _remats(config):
             ran = dataclasses.replace(update.model, remat=remat)
@@ -186,22 +188,22 @@ def _fits(config: AnyConfig, update: Update, among: Devices) -> Iterator[Fit]:
                     columns=update.columns // shape.context,
                     tensor=shape.tensor,
                 )
-                if held + activations <= among.room:
-                    # The base of adapters has no gradient of its own.
+                if resident + activations <= among.room:
+                    # The base under adapters has no weight gradients.
                     passes = PASSES[remat] - (update.frozen is not None)
                     products = passes * update.forward / shape.size / chip.flops
                     times = config.batch.batch_size // micro
                     sent = _sent(config, update, shape, among, times=times)
                     seconds = update.passes * max(products, sent)
-                    yield Fit(shape, remat, micro, seconds, held, activations)
-                    break  # fewer rows take no less time
+                    yield Fit(shape, remat, micro, seconds, resident, activations)
+                    break  # smaller micro-batches are not faster
 
 
 def _meshes(config: AnyConfig, update: Update, among: Devices) -> Iterator[MeshShape]:
-    """The mesh that is given, or those of as many devices as rows and heads divide."""
-    given = config.placement.policy
-    if given != ONE_DEVICE or not _may("mesh", config):
-        yield given
+    """Yields the user's mesh, or meshes of as many devices as rows and heads allow."""
+    chosen_mesh = config.placement.policy
+    if chosen_mesh != ONE_DEVICE or not _may("mesh", config):
+        yield chosen_mesh
         return
     free, model = len(among.devices) - _taken(config), update.model
     shares = math.gcd(free, update.rows)
@@ -209,7 +211,7 @@ def _meshes(config: AnyConfig, update: Update, among: Devices) -> Iterator[MeshS
     yield MeshShape(data=shares, tensor=tensor)
     near = among.per_node or shares
     if near < shares and shares % near == 0:
-        # Of slices, which TPUs have in place of nodes.
+        # TPUs have slices in place of nodes.
         of_slices = among.chip is not None and not among.chip.is_gpu
         across = {"dcn" if of_slices else "data": shares // near}
         yield MeshShape(fsdp=near, tensor=tensor, **across)
@@ -218,16 +220,16 @@ def _meshes(config: AnyConfig, update: Update, among: Devices) -> Iterator[MeshS
 
 
 def _remats(config: AnyConfig) -> tuple[Remat, ...]:
-    given = config.start.remat
-    free = given == "none" and _may("remat", config)
-    return ("none", "dots", "full") if free else (given,)
+    remat = config.start.remat
+    free = remat == "none" and _may("remat", config)
+    return ("none", "dots", "full") if free else (remat,)
 
 
 def _micros(config: AnyConfig, rows: int, shares: int) -> list[int]:
-    """Rows of a pass that the devices divide, the most first."""
-    given = config.method.micro_batch_size
-    if given is not None or not _may("micro-batch", config):
-        sizes = [given or rows]
+    """Returns micro-batch sizes that the devices divide, in decreasing order."""
+    size = config.method.micro_batch_size
+    if size is not None or not _may("micro-batch", config):
+        sizes = [rows if size is None else size]
     else:
         sizes = range(rows, 0, -1)
     return [n for n in sizes if rows % n == 0 and n % shares == 0]
@@ -236,10 +238,10 @@ def _micros(config: AnyConfig, rows: int, shares: int) -> list[int]:
 def _sent(
     config: AnyConfig, update: Update, mesh: MeshShape, among: Devices, *, times: int
 ) -> float:
-    """Seconds of a pass over a batch in so many micro-batches.
+    """Returns seconds of communication for a pass in `times` micro-batches.
 
-    Weights of fsdp are gathered forward and backward, and their gradients summed, for
-    every micro-batch; gradients over data once per update.
+    With fsdp, weights are gathered in the forward and the backward pass, and gradients
+    summed, for every micro-batch. Gradients are summed over data once per update.
     """
     size = jnp.dtype(config.start.dtype).itemsize
     trained, read = _count(update.trained), _count((update.trained, update.frozen))
@@ -255,14 +257,14 @@ def _sent(
 def _places(
     config: PolicyGradientConfig, start: Pretrained, among: Devices, *, prompt: int
 ) -> tuple[PolicyGradientConfig, list[str]]:
-    """The run with as many rows decoded at a time as a layout has room for."""
+    """Lowers the number of rows decoded at a time until a sampling mesh has room."""
     shape, rows = config.placement.policy, config.batch.batch_size
     mesh = shape.make(list(among.devices)[: shape.size])
     tried, known = config, among._asdict()
     del known["devices"]
-    given = config.method.continuous_batching is not None
+    fixed = config.method.continuous_batching is not None
     here = config.placement.sampler == AUTO and fastest.can_move(config)
-    if given or not here or not _may("cache", config):
+    if fixed or not here or not _may("cache", config):
         return config, []
     while rows >= shape.size > 1:
         models = shapes.of_run(tried, meshes=Meshes(mesh, mesh, mesh), start=start)
@@ -276,18 +278,18 @@ def _places(
         method: Any = dataclasses.replace(config.method, continuous_batching=rows)
         try:
             tried = dataclasses.replace(config, method=method)
-        except InputError:  # an environment, say, which has rows of its own
+        except InputError:  # for instance in an environment
             break
     return config, []
 
 
 def _may(choice: str, config: AnyConfig) -> bool:
-    """Whether --auto is asked for it: without names for all."""
+    """Whether --auto may make a choice; without names it makes all."""
     return config.auto is not None and (not config.auto or choice in config.auto)
 
 
 def _taken(config: AnyConfig) -> int:
-    """The last devices, which other roles take."""
+    """Returns the number of devices at the end that other roles take."""
     return max((at.num_last for at in config.placement.places().values()), default=0)
 
 

@@ -1,4 +1,4 @@
-"""`rlhf-jax plan COMMAND`: the options of a run, and those of its plan.
+"""`rlhf-jax plan COMMAND`: plan a run for chips that are not there.
 
     rlhf-jax plan ppo --model llama-2-7b --reward-model llama-2-7b \\
         --topology v5e:8x8 --placement.policy fsdp=64 --dtype bfloat16 --remat full \\
@@ -6,8 +6,8 @@
         --batch-size 512 --prompt-length 512 --max-new-tokens 512 --json plan.json
     rlhf-jax plan grpo --config RUN/config.json --chip h100 --topology 8x8
 
-COMMAND and its options are those of the run (`rlhf-jax COMMAND --help-all`), or a
-recorded one's; neither --prompts, --data nor --out is needed. --model and other
+COMMAND and its options are those of the run (`rlhf-jax COMMAND --help-all`), or come
+from a recorded run. --prompts, --data and --out are not needed. --model and other
 checkpoints are known names (gpt2, llama-3.1-8b, ...), folders or hub ids, of which only
 config.json is read.
 """
@@ -27,7 +27,7 @@ from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.plan import plan
 from rlhf_jax.train.plan.job import Options
 
-UNREAD = {"prompts": "-", "data": "-", "out": "-"}  # by a plan; a run needs them
+UNREAD = {"prompts": "-", "data": "-", "out": "-"}  # options that only a run needs
 
 
 def command(argv: Sequence[str]) -> None:
@@ -35,12 +35,12 @@ def command(argv: Sequence[str]) -> None:
     config, options = parse(argv)
     if options.topology is not None:
         compiled.ask_compilers_alone()
-    with precision.of(config.compute_dtype):  # of the run
+    with precision.of(config.compute_dtype):  # that of the run
         plan.run(config, options, command=shlex.join(["rlhf-jax", "plan", *argv]))
 
 
 def parse(argv: Sequence[str]) -> tuple[Any, Options]:
-    """The run and what is asked of its plan."""
+    """Parses the config of the run and the options of its plan."""
     name, known = argv[0] if argv else None, main.trainers()
     options, rest = command_line.cli(
         Options,
@@ -54,7 +54,7 @@ def parse(argv: Sequence[str]) -> tuple[Any, Options]:
             f"expected a command to plan, one of {', '.join(known)}, got {name}; "
             f"write it first"
         )
-    if options.topology is None:  # before defaults of a config ask for devices
+    if options.topology is None:  # before defaults of a config look for devices
         processes.check_platform()
     module = main.trainer(name)
     of_data = "prompts" if issubclass(module.Config, PolicyGradientConfig) else "data"

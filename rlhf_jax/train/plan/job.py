@@ -1,4 +1,4 @@
-"""The options of a plan, and a run as shapes: its model and the step of its command."""
+"""The options of a plan; the model and the step of a run as shapes."""
 
 from __future__ import annotations
 
@@ -32,26 +32,27 @@ Config: TypeAlias = PolicyGradientConfig | SupervisedConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """The chips that a run is to use, and the lengths of its texts."""
+    """The chips of a run, and the lengths of its texts."""
 
     topology: str | None = None
-    """Chips to compile for, as v5e:2x2, or h100:8x8 for nodes x GPUs; None is this
-    machine's device."""
+    """Chips to compile for, as v5e:2x2, or h100:8x8 for nodes x GPUs; None compiles for
+    this machine's device."""
     chip: str | None = None
-    """The chip of a topology that names none, as h100 with --topology 8x8; without a
-    topology, the one that this machine's compiler stands in for."""
+    """Chip of a --topology without a name, as h100 with 8x8; without a topology, the
+    chip that this machine's compiler stands in for. None takes that of the topology or
+    the machine."""
     prompt_length: int = 64
     """Columns of prompts, tokens."""
     lengths: Path | None = None
     """File of response lengths, an integer or an object with "length" per line; None
-    is responses of all columns."""
+    plans responses that fill all columns."""
     find_batch: bool = False
-    """Also look for the largest batch that fits, with some more compiles."""
+    """Whether to find the largest batch that fits, with some more compiles."""
     find_sampler_mesh: bool = False
-    """Compare the meshes that the chips allow for sampling, and plan with the fastest
-    that fits; some more compiles."""
+    """Whether to compare the meshes that the chips allow for sampling, and plan with
+    the fastest that fits; some more compiles."""
     json: Path | None = None
-    """Where to write the plan."""
+    """File to write the plan to; None writes none."""
 
     def __post_init__(self) -> None:
         checks.positive(prompt_length=self.prompt_length)
@@ -63,7 +64,7 @@ class Options:
 
     @property
     def slice(self) -> str | None:
-        """The topology with its chip, as h100:8x8."""
+        """The topology with its chip, as "h100:8x8"."""
         if self.topology is None or self.chip is None:
             return self.topology
         return f"{self.chip}:{self.topology}"
@@ -76,10 +77,10 @@ def workload_of(
     target: Target,
     lengths: Sequence[int] | None = None,
 ) -> Workload:
-    """The step that is planned.
+    """Returns the workload of a step.
 
     Args:
-      lengths: of responses in rising order, tokens; None fills all columns.
+      lengths: of responses in increasing order, tokens; None fills all columns.
     """
     texts = 2 if config.name in supervised.PAIRS else 1
     rows = texts * config.batch.batch_size
@@ -103,7 +104,7 @@ def workload_of(
 
 
 def chosen(config: Config, options: Options) -> tuple[Config, list[str]]:
-    """The run with what its `--auto` chooses of these chips, and lines that say what.
+    """Returns the config with the choices of `--auto` for these chips, and a report.
 
     Raises:
       InputError: as `measured.target`.
@@ -125,7 +126,7 @@ def chosen(config: Config, options: Options) -> tuple[Config, list[str]]:
 def placed(
     config: Config, options: Options, *, target: Target
 ) -> tuple[Config, str | None]:
-    """The run with its sampler where a run on these chips has it (`fastest.placed`).
+    """Replaces `auto` by the place of the sampler on these chips (`fastest.placed`).
 
     Raises:
       InputError: as `workload_of`.
@@ -148,7 +149,7 @@ def placed(
 
 
 def start_of(config: Config, options: Options, *, target: Target) -> Pretrained:
-    """--model without parameters or tokenizer, computed as the chips will."""
+    """Returns --model without parameters or tokenizer, with the chips' attention."""
     start, context = config.start, config.placement.policy.context
     shape = _shape(config)
     layout.refuse_context(start.attention, context=context, model=shape)
@@ -179,7 +180,7 @@ def _shape(config: Config) -> ModelConfig:
 
 
 def columns_of(config: Config, options: Options) -> int:
-    """Of a text, its prompt included, tokens."""
+    """Returns the columns of a text, prompt included."""
     if isinstance(config, PolicyGradientConfig):
         return options.prompt_length + config.batch.max_new_tokens
     columns = config.data.max_length
@@ -194,5 +195,5 @@ def columns_of(config: Config, options: Options) -> int:
 
 
 def minibatches(config: Config) -> int:
-    """Updates of a pass over a batch."""
+    """Returns the number of updates of a pass over a batch."""
     return getattr(config.method, "num_minibatches", 1)

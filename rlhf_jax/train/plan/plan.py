@@ -1,19 +1,18 @@
 """Whether a run fits TPUs or GPUs that are not there, and how fast it can be.
 
 Every program of a step is compiled for the slice (extra `plan`, or `plan-cuda` for
-GPUs, named as nodes x GPUs of a node; nothing runs). The verdict is over what is alive
-at the same time: while one program runs, everything that it does not read stays where
-it is.
+GPUs, named as nodes x GPUs per node); nothing runs. The verdict counts what is alive
+while each program runs. Models that it does not read stay in memory:
 
-    alive = what it does not read + its arguments + temporaries + results - aliases
+    alive = models not read + arguments + temporaries + results - aliases
 
-Seconds are a roofline, a lower bound: matrix products at the chip's peak in bfloat16,
-its memory and its links (of GPUs NVLink inside a node, and the network between nodes)
-at their peak rates, and all of it at once; of a decoded token the latency of every
-exchange comes on top. `by_hand` is what no program is below: model FLOPs, and of
-sampling weights and filled cache once per token. Sampling goes on to the last token.
-Without a topology this machine's own compiler stands in for the chip's (`--chip`); its
-layouts and fusions are others, and the plan says so.
+Seconds are a roofline, a lower bound: matrix products at the chip's bfloat16 peak, its
+memory and its links (for GPUs NVLink inside a node and the network between nodes) at
+their peak rates, all at the same time. A decoded token also takes the latency of every
+exchange. `by_hand` is a bound for any program: model FLOPs, and in sampling reads of
+the weights and the filled cache once per token. Sampling runs to the last token.
+Without a topology this machine's compiler replaces the chip's (`--chip`). Its layouts
+and fusions differ, and the plan says so.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ from rlhf_jax.train.plan.job import Config, Options
 
 
 def silent(what: str) -> AbstractContextManager[None]:
-    """Shows nothing of what is waited for."""
+    """Shows no progress."""
     del what
     return nullcontext()
 
@@ -57,22 +56,23 @@ def silent(what: str) -> AbstractContextManager[None]:
 def plan(
     config: Config, options: Options, *, command: str = "", waiting: Waiting = silent
 ) -> dict[str, Any]:
-    """The plan, as `--json` writes it.
+    """Makes the plan, as `--json` writes it.
 
     Args:
-      command: line that asks for it, for the record.
+      command: the command line, for the record.
+      waiting: what to wait for -> a context that shows it.
 
     Returns:
-      All bytes are of one chip. `held` is what is alive throughout, `programs` what
-      each takes and does, `alive` the sum while each runs, `peak` the largest of those,
-      `within` what of the temporaries is known from shapes alone.
+      JSON values. All bytes are per chip: `held` by models and optimizers throughout,
+      `programs` with the memory and work of each, `alive` while each runs, `peak` the
+      largest of these, and `within` the temporaries that are known from shapes.
     """
     config, choices = job.chosen(config, options)
     mesh = config.placement.policy
     target = measured.target(options.slice, chip=options.chip, mesh=mesh)
     lengths = None if options.lengths is None else histogram.read(options.lengths)
     line = None
-    if not options.find_sampler_mesh:  # which compares all of them
+    if not options.find_sampler_mesh:  # that compares all meshes
         config, line = job.placed(config, options, target=target)
     work = job.workload_of(config, options, target=target, lengths=lengths)
     resident = measured.resident(work.parts, target)
@@ -169,14 +169,14 @@ def plan(
 def speed(
     programs: list[dict[str, Any]], *, chip: Chip, num_chips: int, tokens: int
 ) -> dict[str, Any]:
-    """How fast a step can be at most, as JSON values.
+    """Returns the highest speed of a step, as JSON values.
 
     Args:
       tokens: of a step's prompts and responses, without padding.
 
     Returns:
-      `seconds`, `model_flops` and `mfu` of a step, `tokens`, tokens a second and chip,
-      and the share of the seconds that each stage takes.
+      `seconds`, `model_flops` and `mfu` of a step, `tokens`, tokens per second and
+      chip, and the share of the seconds that each stage takes.
     """
     seconds = sum(one["seconds"]["bound"] for one in programs)
     flops = sum(one["model_flops"] for one in programs)
@@ -198,7 +198,7 @@ def speed(
 
 
 def run(config: Config, options: Options, *, command: str) -> None:
-    """Prints `plan` as tables, and writes it where `--json` says."""
+    """Prints the plan as tables, and writes it to the file of `--json`."""
     if options.json is not None:
         write_errors.check_place(
             options.json, option="--json", called="plan", is_own=_is_plan
@@ -228,7 +228,7 @@ def _largest_batch(
     lengths: Sequence[int] | None,
     waiting: Waiting,
 ) -> dict[str, Any]:
-    """The most rows that fit, by `largest`, in steps that everything divides."""
+    """Returns the most rows that fit, in steps that minibatches and devices divide."""
     mesh = config.placement.policy
     step = job.minibatches(config) * math.lcm(
         mesh.rows, config.method.micro_batch_size or 1

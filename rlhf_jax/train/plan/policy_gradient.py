@@ -1,4 +1,4 @@
-"""A step of a policy gradient as shapes, of the models that `build` makes.
+"""A step of a policy gradient as shapes, with the models that `build` makes.
 
 sampling ─> each reward model ─> each reference ─> scoring and learning
 """
@@ -40,7 +40,7 @@ BASE = "base"
 def workload_of(
     config: PolicyGradientConfig, start: Pretrained, *, mesh: Mesh, texts: Texts
 ) -> Workload:
-    """A step of a run.
+    """Returns the workload of a step.
 
     Args:
       texts: the lengths of a batch.
@@ -61,7 +61,7 @@ def workload_of(
     return Workload(
         model=models.recipe.model,
         parts=parts,
-        programs=programs(config, models, texts=texts, held=parts),
+        programs=programs(config, models, texts=texts, resident=parts),
         tokens=texts.tokens,
         within={
             "KV cache": workload.cache_bytes(sampled, rows=of_cache, columns=columns),
@@ -73,7 +73,7 @@ def workload_of(
 
 
 def refuse_apart(config: PolicyGradientConfig) -> None:
-    """InputError for a role on devices of its own, which no plan has."""
+    """Raises InputError for a role on its own devices, which plans do not support."""
     for role, place in config.placement.places().items():
         alone = place.mesh is not None and role != "sampler"
         if place.devices not in ("policy", "auto") or alone:
@@ -84,12 +84,12 @@ def refuse_apart(config: PolicyGradientConfig) -> None:
 
 
 def sampled_model(config: PolicyGradientConfig, recipe: PolicyGradient) -> ModelConfig:
-    """The model with the KV cache that responses are sampled with."""
+    """Returns the model with the KV cache that sampling uses."""
     options = config.sampler.sampler
     if not isinstance(options, Here):
         raise InputError(
-            "--sampler: expected our decoder, of which alone there are programs to "
-            "plan; leave it out"
+            "--sampler: expected the library's decoder, as only its programs can be "
+            "planned; leave it out"
         )
     return options.sampled(recipe.model)
 
@@ -99,11 +99,12 @@ def programs(
     models: Models,
     *,
     texts: Texts,
-    held: Collection[str],
+    resident: Collection[str],
 ) -> list[Program]:
-    """The programs of a step in their order, as the trainer has them.
+    """Returns the programs of a step in their order, as the trainer runs them.
 
-    `held` are the names of what stays in memory.
+    Args:
+      resident: names of the models and optimizers that stay in memory.
     """
     recipe, train = models.recipe, models.train
     shape: dict[str, Any] = {
@@ -115,7 +116,7 @@ def programs(
     key = jax.eval_shape(jax.random.key, 0)
     base = (BASE,) if models.base is not None else ()
     moving = models.adapters_are_the_reference
-    own = ("reference",) if "reference" in held else ()  # else it is the base
+    own = ("reference",) if "reference" in resident else ()  # otherwise it is the base
     sampler = dataclasses.replace(recipe, model=sampled_model(config, recipe))
 
     def sample(policy: Any, frozen: FrozenModels, prompts: Prompts, key: Any) -> Any:
@@ -138,7 +139,7 @@ def programs(
             name="sampling",
             function=sample,
             args=drawn,
-            # A copy of the policy is in memory while this runs, beside the policy.
+            # A sampler on its own mesh or dtype reads a copy; the policy stays too.
             reads=(() if apart else ("policy", *base))
             + (own if mixed is not None else ()),
             batch=(2,),
@@ -207,7 +208,9 @@ def programs(
                 model_flops=model_flops.forward(model, texts, head=True),
             )
         )
-    learning = _learning(config, models, rollout, ref_output, texts=texts, held=held)
+    learning = _learning(
+        config, models, rollout, ref_output, texts=texts, resident=resident
+    )
     return [*of_step, learning]
 
 
@@ -218,9 +221,9 @@ def _learning(
     ref_output: ReferenceOutput | None,
     *,
     texts: Texts,
-    held: Collection[str],
+    resident: Collection[str],
 ) -> Program:
-    """The program that scores a rollout and learns from it."""
+    """Returns the program that scores a rollout and learns from it."""
     recipe, train = models.recipe, models.train
     in_loss = models.head
     reads_reference = recipe.penalty.needs_logits and models.head is None
@@ -263,7 +266,7 @@ def _learning(
             learning += recipe.num_epochs * model_flops.training(
                 model, texts, head=False, adapters=adapters
             )
-            # And the values before the first update.
+            # The forward pass of the values before the first update.
             learning += model_flops.forward(model, texts, head=False)
     unread = {*shapes.reward_names(models)}
     if not reads_reference:
@@ -283,7 +286,7 @@ def _learning(
             further,
             jax.eval_shape(jax.random.key, 0),
         ),
-        reads=tuple(name for name in held if name not in unread),
+        reads=tuple(name for name in resident if name not in unread),
         batch=(2, 3, 4, 5),
         stage="update",
         model_flops=learning,
@@ -299,7 +302,7 @@ def _read_bytes(
     turns: tuple[int, ...],
     repeats: int,
 ) -> tuple[float, float]:
-    """`least_bytes` and `expert_bytes` of all tokens after the first, by hand."""
+    """Returns `least_bytes` and `expert_bytes` of all tokens after the first."""
     first, *others = turns
     number = first * repeats + sum(others)
     options, model = config.sampler.sampler, recipe.model
@@ -317,7 +320,7 @@ def _read_bytes(
         prompt=prompt,
         turns=number,
         weight_bytes=itemsize,
-        # Places are filled in no order that is known here.
+        # The order in which places are filled is not known here.
         cached=places is None,
     )
     experts = decoding.expert_numbers(model, rows=-(-rows // copies))
@@ -339,9 +342,9 @@ def _count(params: Any) -> int:
 def turns_of(
     config: PolicyGradientConfig, *, recipe: PolicyGradient, texts: Texts
 ) -> tuple[tuple[int, ...], int]:
-    """Turns of the sampler's loops, and how often the first of them runs.
+    """Returns the turns of the sampler's loops, and how often the first loop runs.
 
-    In pages every share of the rows has loops of its own, of which the longest count.
+    With pages every share of the rows has its own loops, and the longest count.
     """
     places, rows = recipe.continuous_batching, config.batch.batch_size
     if places is None:
@@ -372,7 +375,7 @@ def turns_of(
     turns = max(
         (
             workload.batching_turns(
-                # Dealt out, as they are sorted here and in a batch are not.
+                # Every `shares`-th response, as they are sorted here unlike in a batch.
                 texts.responses[share::shares],
                 places=places // shares,
                 arriving=arriving,
@@ -385,7 +388,7 @@ def turns_of(
 
 
 def prompts_of(rows: int, *, columns: int) -> Prompts:
-    """Shapes of a batch of prompts."""
+    """Returns the shapes of a batch of prompts."""
     return jax.eval_shape(
         lambda: Prompts(
             tokens=jnp.zeros((rows, columns), jnp.int32),

@@ -1,11 +1,11 @@
-"""Which mesh to sample on: each that the chips allow, by its roofline.
+"""Compares the meshes for sampling that the chips allow, by the roofline of each.
 
-    policy              every chip gathers or sends for every token
+    policy              every chip gathers weights, or sends activations, per token
     data=8              a copy of the policy per chip, its own rows, no links
     data=4,tensor=2     half of the weights per chip, activations over the links
     ...                 down to one copy over as many chips as there are heads
 
-A layout costs the time to bring the policy to it, once, and that of the sampler.
+A mesh costs the time to reshard the policy once, and the time of the sampler.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from rlhf_jax.train.plan.job import Config, Options
 
 
 class Layout(NamedTuple):
-    """A mesh to sample on, and what the compiler says of it, per chip."""
+    """A mesh to sample on, with the compiler's figures per chip."""
 
-    mesh: MeshShape | None  # None is the mesh of the training
-    total: int  # bytes alive while it samples; 0 where it was refused
-    seconds: float  # at the least, with the resharding; inf where it was refused
-    token: float | None  # seconds of a decoded token at the least
-    refused: str | None  # why it cannot be
+    mesh: MeshShape | None  # None is the training mesh
+    total: int  # bytes alive during sampling; 0 if refused
+    seconds: float  # lower bound, resharding included; inf if refused
+    token: float | None  # lower bound of the seconds per decoded token
+    refused: str | None  # the reason why it cannot be used
 
     def described(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Returns the figures as JSON values."""
         return {
             "mesh": self.name,
             "total": self.total,
@@ -47,7 +47,7 @@ class Layout(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As `--placement.sampler` takes it."""
+        """The mesh in the form of --placement.sampler."""
         if self.mesh is None:
             return "policy"
         sizes = dataclasses.asdict(self.mesh).items()
@@ -57,13 +57,13 @@ class Layout(NamedTuple):
 def candidates(
     *, chips: int, rows: int, num_heads: int, slices: int = 1
 ) -> list[MeshShape | None]:
-    """The training mesh, and every (data, tensor) of the chips that divides the work.
+    """Returns the training mesh, and every (data, tensor) that divides the work.
 
     Args:
-      chips: of the run; only the powers of two that divide them are tried for tensor.
-      rows: responses of a batch, which data has to divide.
-      num_heads: query heads, which tensor has to divide.
-      slices: that the chips are of, each with rows of its own.
+      chips: of the run; tensor is a power of two that divides them.
+      rows: responses of a batch; data must divide them.
+      num_heads: query heads; tensor must divide them.
+      slices: number of slices, each with rows of its own.
     """
     chips //= slices
     shapes: list[MeshShape | None] = [None]
@@ -78,7 +78,7 @@ def candidates(
 
 
 def sampled_on(config: Config, mesh: MeshShape | None) -> PolicyGradientConfig:
-    """The run with another mesh for sampling; None is the policy's."""
+    """Returns the config with another mesh for sampling; None is the policy's."""
     if not isinstance(config, PolicyGradientConfig):
         raise InputError(
             f"--find-sampler-mesh: expected a command that samples, got {config.name}; "
@@ -97,12 +97,12 @@ def compare(
     lengths: Sequence[int] | None,
     waiting: Waiting,
 ) -> list[Layout]:
-    """What each mesh takes, the best first: the fastest of those that fit.
+    """Compiles the sampler for each mesh; returns the fastest mesh that fits first.
 
     Args:
-      config: of the run, whose own --placement.sampler is not read.
+      config: of the run; its own --placement.sampler is ignored.
       resident: bytes by name, from `measured.resident`.
-      lengths: of responses in rising order, tokens; None fills all columns.
+      lengths: of responses in increasing order, tokens; None fills all columns.
     """
     rows = config.batch.batch_size
 
@@ -114,7 +114,7 @@ def compare(
             [one] = measured.measure(
                 work.programs[:1], target, rows=rows, waiting=waiting
             )
-        except InputError as error:  # an axis that does not divide
+        except InputError as error:  # an axis does not divide what it shards
             return refused(str(error))
         if one.refused is not None:
             return refused(one.refused)
@@ -138,7 +138,7 @@ def compare(
 
 
 def best_first(layouts: Iterable[Layout], *, memory: int) -> list[Layout]:
-    """Those that fit in so many bytes by their seconds, and then the others."""
+    """Sorts by seconds, with layouts that exceed `memory` bytes last."""
     return sorted(
         layouts,
         key=lambda one: (

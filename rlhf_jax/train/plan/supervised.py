@@ -1,4 +1,4 @@
-"""An update of SFT, reward model or DPO as shapes, of what `build` makes.
+"""An update of SFT, reward model or DPO as shapes, with the models of `build`.
 
     sft            learning
     reward-model   learning
@@ -24,14 +24,12 @@ from rlhf_jax.planning.model_flops import Texts
 from rlhf_jax.planning.workload import Program, Workload
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.train import shapes
 from rlhf_jax.train.config.supervised import SupervisedConfig
+from rlhf_jax.train.supervised import build, reward_model, sft
 from rlhf_jax.train.supervised import dpo as dpo_command
-from rlhf_jax.train.supervised import reward_model, sft
-from rlhf_jax.train.supervised.build import build
-from rlhf_jax.train.supervised.task import Models, Task
+from rlhf_jax.train.supervised.task import Task
 
-PAIRS = ("reward-model", "dpo")  # whose rows are pairs of texts
+PAIRS = ("reward-model", "dpo")  # commands whose rows are pairs of texts
 TASKS: dict[str, type[Task[Any]]] = {
     "sft": sft.SFT,
     "reward-model": reward_model.RewardModel,
@@ -47,30 +45,21 @@ def workload_of(
     columns: int,
     texts: Texts,
 ) -> Workload:
-    """One update.
+    """Returns the workload of one update.
 
     Args:
       columns: of a text, tokens.
     """
     task = TASKS[config.name](config)
     model, optimizer = start.model, config.optimizer.make(config.num_steps or 1)
-
-    def made() -> tuple[SupervisedState, Models]:
-        begin = start._replace(params=shapes.params(model))
-        return build(task, begin, mesh=mesh, optimizer=optimizer, load=shapes.load)
-
-    initial, models = jax.eval_shape(made)
+    initial, models = build.shapes_of(task, start, mesh=mesh)
     update = task.update(model=model, optimizer=optimizer)
     batch = _batch(config.name, config.batch.batch_size, columns)
-    role = task.role
-    parts = {role: initial.params, f"{role}'s optimizer": initial.opt}
-    if models.base is not None:
-        parts["base"] = models.base.stored
-    reads, of_step, ref = tuple(parts), [], None
+    resident = build.parts(task, initial, models, mesh=mesh)
+    parts = {part.name: part.shapes for part in resident}
+    of_step, ref = [], None
     if models.reference is not None:
-        is_base = models.base is not None and config.reference_is_base
-        if not is_base:
-            parts["reference"] = models.reference.stored
+        is_base = "reference" not in parts
         ref = jax.ShapeDtypeStruct(batch.tokens.shape, jnp.float32)
         of_step.append(_reference(task, models.reference, batch, texts, is_base))
 
@@ -85,11 +74,11 @@ def workload_of(
         name="learning",
         function=learn,
         args=(initial, models.base, batch, ref),
-        reads=reads,
+        reads=tuple(name for name in parts if name != "reference"),
         batch=(2, 3),
         stage="update",
         model_flops=model_flops.training(
-            model, texts, head=role == "policy", adapters=adapters
+            model, texts, head=task.role == "policy", adapters=adapters
         ),
         donate=(0,),
     )
@@ -116,7 +105,7 @@ def _reference(
 
 
 def _batch(name: str, rows: int, columns: int) -> Any:
-    """Shapes of a batch of a command."""
+    """Returns the shapes of a batch of a command."""
 
     def sequences() -> Sequences:
         mask = jnp.zeros((rows, columns), bool)

@@ -1,9 +1,9 @@
-"""An update by the shapes of its models: what `--auto` weighs.
+"""The cost of an update from the shapes of its models, for `--auto`.
 
     of_policy_gradient(config, start, ...)     a minibatch of rollouts
     of_task(task, ...)                         a batch of SFT, reward model or DPO
 
-No program is made, and the compiler is not asked.
+Nothing is compiled.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from rlhf_jax.train.supervised.task import Task
 class Update(NamedTuple):
     """An update whose devices are to be chosen."""
 
-    model: ModelConfig  # with the engine of attention that it runs with
-    rows: int  # that an update learns from
-    texts: int  # that models read for each of them, one after the other
-    columns: int  # of such a text, tokens
+    model: ModelConfig  # with the attention engine that it runs with
+    rows: int  # per update
+    texts: int  # per row, which models read one after the other
+    columns: int  # tokens of a text
     passes: int  # over a batch
-    minibatches: int  # of a pass
+    minibatches: int  # per pass
     forward: float  # FLOPs of a forward pass over a batch
-    trained: Any  # shapes of parameters
-    frozen: Any  # shapes that are read beside them; None of no adapters
+    trained: Any  # shapes of the trained parameters
+    frozen: Any  # shapes of the base under adapters, or None
     parts: Callable[[Mesh], list[Part]]  # models and optimizers on a mesh
 
-    def held(self, mesh: Mesh) -> int:
-        """Bytes of a device: all models and optimizers, and gradients in float32."""
+    def resident(self, mesh: Mesh) -> int:
+        """Returns bytes per device of models, optimizers and float32 gradients."""
         return memory_check.bytes_per_device(self.trained, mesh=mesh) + sum(
             memory_check.bytes_per_device(part.shapes, mesh=part.mesh)
             for part in self.parts(mesh)
@@ -54,12 +54,12 @@ class Update(NamedTuple):
 def of_policy_gradient(
     config: PolicyGradientConfig, start: Pretrained, mesh: Mesh, *, columns: int
 ) -> Update:
-    """A minibatch of rollouts.
+    """Returns the update of a minibatch of rollouts.
 
     Args:
       start: --model without parameters.
-      mesh: any, to make shapes on.
-      columns: of a prompt and its response.
+      mesh: any mesh, on which shapes are made.
+      columns: of a prompt with its response.
     """
     models = shapes.of_run(config, meshes=Meshes(mesh, mesh, mesh), start=start)
     model = _ran(config, start, columns=columns)
@@ -82,11 +82,11 @@ def of_policy_gradient(
 
 
 def of_task(task: Task[Any], start: Pretrained, mesh: Mesh) -> Update:
-    """A batch of SFT, reward model or DPO, of rows as long as they may be.
+    """Returns the update of SFT, reward model or DPO on rows of the greatest length.
 
     Args:
       start: --model without parameters.
-      mesh: any, to make shapes on.
+      mesh: any mesh, on which shapes are made.
     """
     config, columns = task.config, task.row_columns(start)
     model = _ran(config, start, columns=columns)

@@ -1,1 +1,1 @@
-"""What `rlhf-jax` answers about runs and models without training."""
+"""Commands that answer questions about runs, losses and models."""

@@ -1,12 +1,12 @@
-"""What a loss really penalises: its expected gradient beside that of every KL.
+"""Compare the expected gradient of a loss with that of every KL.
 
     rlhf-jax audit my_losses:penalty
     rlhf-jax audit my_losses:torch_penalty --torch --json audit.json
 
 The function takes one record, `rlhf_jax.audit.Batch`: log-probs of policy, sampler and
-reference, mask, rewards and logits of a group of three responses, and returns a number.
-Its expected gradient is a sum over every group of four small worlds, and stands beside
-the gradients of the KLs, so that nothing of a sample has to be believed.
+reference, mask, rewards and logits of a group of three responses. It returns a number.
+Its expected gradient is computed exactly, as a sum over every group of four small
+worlds, and compared with the gradients of the KLs.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ class Config:
     loss: tyro.conf.Positional[str]
     """The loss, module:function, of one audit.Batch."""
     torch: bool = False
-    """The function takes and returns tensors of PyTorch (extra parity)."""
+    """Whether the function takes and returns PyTorch tensors (extra parity)."""
     with_rewards: bool = False
-    """Rewards are drawn; else they are 0, and the gradient is the penalty's alone."""
+    """Whether to draw rewards; otherwise they are 0, and the gradient is that of the
+    penalty."""
     seed: int = 0
-    """Of the worlds' tables."""
+    """Seed of the worlds' tables."""
     json: Path | None = None
-    """File to write all figures to; it must not be there."""
+    """File to write all figures to, which must not exist; None writes none."""
 
 
 def main(options: Config) -> None:
@@ -124,7 +125,7 @@ def _say(text: str) -> None:
 
 
 def _figure(number: float) -> float | str:
-    """A number of strict JSON; else "inf" or "nan"."""
+    """Returns a number as strict JSON allows it, or "inf" or "nan"."""
     return number if math.isfinite(number) else str(number)
 
 
@@ -139,10 +140,10 @@ def _loaded(options: Config) -> audit.Loss:
                 f"'rlhf-jax[parity]'"
             ) from error
     try:
-        value = jax.jit(loss)(audit.example())  # as the audit traces it
+        value = jax.jit(loss)(audit.example())  # the audit traces it too
     except Exception as error:  # whatever the user's own code raises
         problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        if isinstance(error, jax.errors.JaxRuntimeError):  # a traceback of PyTorch's
+        if isinstance(error, jax.errors.JaxRuntimeError):  # has PyTorch's traceback
             problem = str(error).strip().splitlines()[-1]
         raise InputError(
             f"{options.loss}: expected a function of one audit.Batch, got "
@@ -159,7 +160,7 @@ def _loaded(options: Config) -> audit.Loss:
 
 
 def command(argv: Sequence[str] | None = None) -> None:
-    """`rlhf-jax audit`: from a command line to a table."""
+    """`rlhf-jax audit`: runs the audit from a command line."""
     options = command_line.cli(
         Config, prog="rlhf-jax audit", description=__doc__, args=argv
     )

@@ -1,4 +1,4 @@
-"""`rlhf-jax audit-verifier`: whether tests reward solutions, and no cheats."""
+"""`rlhf-jax audit-verifier`: whether unit tests reward solutions, and no cheats."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhf_jax.data import json_lines
 from rlhf_jax.functional.errors import InputError, StopError, located
 from rlhf_jax.runs import command_line, report
 
-SHOWN = 10  # programs that are named of those that are not as they should be
+SHOWN = 10  # failing programs that are named
 
 
 def audit_verifier(
@@ -24,21 +24,21 @@ def audit_verifier(
     num_workers: int | None = None,
     unsafe_verifier: bool = False,
 ) -> None:
-    """Check unit tests as a reward: solutions earn 1, a corpus of cheats nothing.
+    """Check unit tests as a reward: solutions must earn 1, and known cheats must not.
 
     Args:
-      data: Rows with tests and a solution, as `PythonTests` reads them.
-      tests_field: Field of a row that holds its tests.
-      solution_field: Field of a row that holds a right program.
-      seconds: Limit of a program with its tests.
-      num_rows: Rows, from the beginning, whose tests cheats are tried on.
-      num_workers: Programs at a time; None is one per processor.
-      unsafe_verifier: Run cheats also where nothing sets them apart from the system.
+      data: Rows with tests and a solution, in the format of `PythonTests`.
+      tests_field: Field of a row with its tests.
+      solution_field: Field of a row with a correct program.
+      seconds: Time limit of a program with its tests.
+      num_rows: Number of rows, from the beginning, on whose tests cheats are tried.
+      num_workers: Number of programs at a time; None is one per processor.
+      unsafe_verifier: Run cheats even without isolation from the system.
 
     Raises:
       StopError: a solution does not earn 1, or a cheat does.
     """
-    # What the command line alone does not need.
+    # Not needed to parse a command line.
     from rlhf_jax.verification.audit import audit
     from rlhf_jax.verification.audit.audit import Program
     from rlhf_jax.verification.code.verifier import PythonTests
@@ -90,5 +90,5 @@ def audit_verifier(
 
 
 def command(argv: Sequence[str] | None = None) -> None:
-    """`rlhf-jax audit-verifier`: from a command line to a table and a verdict."""
+    """`rlhf-jax audit-verifier`: runs the check from a command line."""
     command_line.call(audit_verifier, prog="rlhf-jax audit-verifier", args=argv)

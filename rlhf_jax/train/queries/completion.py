@@ -14,10 +14,10 @@ import tyro
 from rlhf_jax.functional.errors import InputError
 from rlhf_jax.runs import choices
 
-# What tyro writes for a shell, and what is to stand there with as many options.
+# {shell: {text that tyro writes: its replacement}}.
 SHELLS = {
     "bash": {},
-    # `source` is to register a function; only a file of $fpath is to complete.
+    # `source` must only register the function; a file in $fpath must complete.
     "zsh": {
         '\n_tyro_rlhf_jax "$@"': """
 if (( $+compstate )); then
@@ -26,7 +26,7 @@ else
   compdef _tyro_rlhf_jax rlhf-jax
 fi"""
     },
-    # One argument may have 128 KiB on Linux, which the options are beyond.
+    # One argument may have 128 KiB on Linux, and the options are larger.
     "fish": {
         '($python_cmd -c "$pycode"': '(printf %s "$pycode" | $python_cmd -',
     },
@@ -35,14 +35,14 @@ fi"""
 
 @dataclasses.dataclass(frozen=True)
 class Bare:
-    """A command whose name alone is completed."""
+    """A command of which only the name is completed."""
 
 
 def write(argv: Sequence[str], *, commands: Mapping[str, type[Any]]) -> None:
-    """Writes the script that a shell is to source.
+    """Writes the script that a shell sources.
 
-    tyro's script of one command would complete its options after all of them, so that
-    this is of their union.
+    It is tyro's script of the union of all commands: that of one command would complete
+    its options after every command.
     """
     if len(argv) != 3 or argv[1] not in SHELLS:
         raise InputError(
@@ -56,10 +56,10 @@ def write(argv: Sequence[str], *, commands: Mapping[str, type[Any]]) -> None:
     ]
     union: Any = Union[tuple(kinds)]  # noqa: UP007
     try:
-        with contextlib.suppress(SystemExit):  # with which tyro ends
+        with contextlib.suppress(SystemExit):  # tyro exits after writing
             tyro.cli(union, prog="rlhf-jax", args=argv, registry=choices.REGISTRY)
         script = path.read_text(encoding="utf-8")
-        # A shell would offer every further line of a help text as a word.
+        # A shell would offer the second line of a help text as a word.
         (spec,) = re.findall(r"^COMPLETION_SPEC = .*$", script, re.MULTILINE)
         script = script.replace(spec, re.sub(r"\\+n", " ", spec))
         for theirs, ours in SHELLS[argv[1]].items():

@@ -1,15 +1,15 @@
-"""A sweep as a paper takes it: tables, figures, a methods paragraph and BibTeX.
+"""Write a sweep for a paper: tables, figures, a methods paragraph and BibTeX.
 
     rlhf-jax paper runs/sweep --out paper
     rlhf-jax paper runs/sweep --out paper --width 5.5
 
-SWEEP is the folder of `rlhf-jax sweep --out`, of which some runs may still be missing:
-tables say so. OUT has tables as CSV, Markdown and LaTeX, figures as PDF and SVG with
-captions, methods.tex, references.bib, and example.tex, which compiles all of it. Equal
-sweeps give equal files, and the command again replaces those of an earlier paper.
+SWEEP is the folder of `rlhf-jax sweep --out`. Tables say if runs are still missing. OUT
+has tables as CSV, Markdown and LaTeX, figures as PDF and SVG with captions,
+methods.tex, references.bib, and example.tex, which compiles all of it. Equal sweeps
+give equal files, and the command replaces the files of an earlier paper.
 
-What the methods say is read from the run folders, and what these lack is said. For each
-claim that is open the table has the seeds that would answer it at the spread seen.
+The methods paragraph is made from the run folders, and says what they lack. For each
+open claim the table has the number of seeds that would answer it at the present spread.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Config:
     sweep: tyro.conf.Positional[Path]
     """Folder of the sweep."""
     out: Path
-    """Folder to write, absent, empty or an earlier paper's."""
+    """Folder to write, which is absent, empty or of an earlier paper."""
     width: float = 3.25
-    """Width of figures, that of a column, inches."""
+    """Width of figures, inches; that of a column in two-column layout."""
 
     def check(self) -> None:
-        """What is out of range, in one line and not in the parser's box."""
+        """Raises InputError for options that are out of range."""
         urls.refuse(self.sweep, option="rlhf-jax paper")
         urls.refuse(self.out, option="--out")
         checks.within(
@@ -58,14 +58,14 @@ def main(options: Config) -> None:
     options.check()
     sweep = planned.begun(options.sweep)
     writing.check(options.out)
-    results.require(options.sweep, ("runs/",))  # a run without a summary is not done
+    results.require(options.sweep, ("runs/",))  # runs without a summary are incomplete
     runs = planned.runs_of(sweep, out=options.sweep)
     done = sum(run.done for run in runs)
     if not done or not sweep.measures:
         raise InputError(
             f"{options.sweep}: expected a sweep with measures, and a run that is done, "
             f"got {len(sweep.measures)} measures and {done} of {len(runs)} runs done; "
-            f"see to the file of the sweep, and give its command again"
+            f"check the file of the sweep, and run its command again"
         )
     of_runs = results.collected(sweep, runs)
     for line in (*of_runs.absent, *of_runs.unproven):
@@ -84,9 +84,9 @@ def main(options: Config) -> None:
 
 
 def command(argv: Sequence[str] | None = None) -> None:
-    """`rlhf-jax paper`: from a command line to a folder."""
+    """`rlhf-jax paper`: writes the folder from a command line."""
     options = command_line.cli(
         Config, prog="rlhf-jax paper", description=__doc__, args=argv
     )
-    jax.config.update("jax_platforms", "cpu")  # the runs' devices are left to them
+    jax.config.update("jax_platforms", "cpu")  # leave the devices to the runs
     main(options)

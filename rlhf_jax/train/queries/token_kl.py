@@ -20,5 +20,5 @@ def kl(options: Annotated[token_kl.Options, tyro.conf.arg(name="")]) -> None:
 
 
 def command(argv: Sequence[str] | None = None) -> None:
-    """`rlhf-jax kl`: from a command line to a terminal or an HTML page."""
+    """`rlhf-jax kl`: runs the command from a command line."""
     command_line.call(kl, prog="rlhf-jax kl", args=argv)

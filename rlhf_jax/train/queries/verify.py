@@ -1,4 +1,4 @@
-"""`rlhf-jax verify`: whether a run, sweep or exported model is what was written."""
+"""`rlhf-jax verify`: whether a run, sweep or exported model is as it was written."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHOWN = 12  # digits of a fingerprint, so that a table fits 80 columns
 
 
 class Outcome(NamedTuple):
-    """What the check of a run, a sweep's own files or a model came to."""
+    """The result of checking a run, a sweep's own files or a model."""
 
     files: Checked
     snapshots: int
@@ -33,16 +33,16 @@ class Outcome(NamedTuple):
 
 
 def verify(run: tyro.conf.Positional[Path]) -> None:
-    """Check that a run, a sweep or an exported model is what was written.
+    """Check that a run, a sweep or an exported model is as it was written.
 
     Args:
-      run: The run folder, an experiment's --out; a sweep's; or a model's, as RUN/model;
-        gs://BUCKET/NAME and s3://BUCKET/NAME too.
+      run: Folder of a run, of a sweep, or of a model, as RUN/model; or its
+        gs://BUCKET/NAME or s3://BUCKET/NAME.
 
     Raises:
       StopError: a file or snapshot is damaged, or cannot be read.
-      ReferenceMovedError: a frozen model moved, other than by its lifecycle; names the
-        leaves.
+      ReferenceMovedError: a frozen model moved, other than by its lifecycle; the
+        message names the leaves.
     """
     processes.check_platform()
     run = urls.fetched(run)
@@ -83,7 +83,7 @@ def verify(run: tyro.conf.Positional[Path]) -> None:
 
 
 def _by_folder(place: Path, added: Sequence[str]) -> list[str]:
-    """Added files, those of a folder without others as one, as "wandb/ (9 files)"."""
+    """Lists added files; a folder of added files is one entry, "wandb/ (9 files)"."""
     tops = Counter(name.partition("/")[0] for name in added if "/" in name)
     for top in [*tops]:
         if tops[top] != sum(path.is_file() for path in (place / top).rglob("*")):
@@ -93,7 +93,7 @@ def _by_folder(place: Path, added: Sequence[str]) -> list[str]:
 
 
 def _all(place: Path) -> Iterator[tuple[Path, Outcome]]:
-    """All that a path means, checked in turn."""
+    """Yields the outcome of each run, sweep or model at a path."""
     if exported.has_manifest(place):
         yield place, Outcome(exported.check(place), 0, [], [])
     elif (place / planned.BEGUN).is_file():
@@ -102,12 +102,12 @@ def _all(place: Path) -> Iterator[tuple[Path, Outcome]]:
             yield run, _of_run(run)
     else:
         if not (place / run_files.SUMMARY).exists():
-            proof.stages(place)  # says what there is, if that is no run
+            proof.stages(place)  # raises if this is no run
         yield place, _of_run(place)
 
 
 def _of_run(run: Path) -> Outcome:
-    """Files, exported models, snapshots and frozen models of a run, with tables."""
+    """Checks files, exported models, snapshots and frozen models; prints tables."""
     has_snapshots = any((run / "snapshots").glob("*/*"))
     of_files = run_files.check(run)
     if not (run / run_files.SUMMARY).exists():
@@ -119,7 +119,7 @@ def _of_run(run: Path) -> Outcome:
         model = path.with_suffix("")
         proven = (run / run_files.SUMMARY).exists() and path.name not in of_files.added
         if not path.is_file() or not (proven or model.is_dir()):
-            continue  # the user's own, of that name alone
+            continue  # a file of the user that only has this name
         of_model = exported.check(model)
         of_files = of_files._replace(
             whole=of_files.whole + of_model.whole,
@@ -166,5 +166,5 @@ def _of_run(run: Path) -> Outcome:
 
 
 def command(argv: Sequence[str] | None = None) -> None:
-    """`rlhf-jax verify`: from a command line to a table and a verdict."""
+    """`rlhf-jax verify`: runs the check from a command line."""
     command_line.call(verify, prog="rlhf-jax verify", args=argv)

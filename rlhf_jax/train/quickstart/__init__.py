@@ -1,1 +1,1 @@
-"""The whole of RLHF in a minute or two, by the commands that a user types."""
+"""All of RLHF in a minute or two, with commands that users can type themselves."""

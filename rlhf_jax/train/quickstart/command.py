@@ -1,7 +1,6 @@
 """`rlhf-jax quickstart`: SFT, a reward model and PPO on data that it writes itself.
 
-It types for the user what he would type: every line that it prints and runs is a
-command for his own files, too.
+Every command that it prints and runs also works on a user's own files.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ LINES = (
 
 
 def commands(out: Path, *, num_steps: int | None = None) -> list[list[str]]:
-    """The words of each command line, with OUT replaced, and perhaps the steps."""
+    """Returns the words of each command line, with OUT and the steps replaced."""
     lines = [
         [
             str(out / word.removeprefix("OUT/")) if word.startswith("OUT/") else word
@@ -48,7 +47,7 @@ def run(out: Path, *, num_steps: int | None = None) -> None:
     """Writes the data, then prints and runs one command after the other.
 
     Raises:
-      SystemExit: a command has failed, and said so.
+      SystemExit: a command failed, and has printed its error.
     """
     from rlhf_jax.functional import checks
     from rlhf_jax.train.main import COMMANDS
@@ -60,19 +59,19 @@ def run(out: Path, *, num_steps: int | None = None) -> None:
     print("wrote", *written, sep="\n  ")
     for name, *options in commands(out, num_steps=num_steps):
         print(f"\n$ rlhf-jax {shlex.join([name, *options])}", flush=True)
-        sys.argv[1:] = [name, *options]  # how a run that is stopped goes on
+        sys.argv[1:] = [name, *options]  # a stopped run prints it as how to resume
         COMMANDS[name].load().command(options)
     print(
         f"\n{time.perf_counter() - started:.0f} s. The lines with $ are all that ran:"
-        f" give them your own files, another --out, and --model in place of --tokenizer"
-        f" and --fresh-.... What the policy came to write is in"
+        f" use them with your own files, another --out, and --model in place of"
+        f" --tokenizer and --fresh-.... Responses of the policy are in"
         f" {out / 'ppo' / 'samples.jsonl'}."
     )
 
 
 def prepare(out: Path) -> list[Path]:
     """Writes the data into a new folder, and returns the paths."""
-    from rlhf_jax.runs.object_storage import urls  # loads JAX, which help does not
+    from rlhf_jax.runs.object_storage import urls  # loads JAX, unneeded for --help
 
     urls.refuse(out, option="--out")
     try:
@@ -91,7 +90,7 @@ def prepare(out: Path) -> list[Path]:
 
 
 def command(argv: Sequence[str] | None = None) -> None:
-    """`rlhf-jax quickstart`: from a command line to a policy."""
+    """`rlhf-jax quickstart`: runs all stages from a command line."""
     parser = command_line.Arguments(
         prog="rlhf-jax quickstart",
         description="Writes a tiny data set and trains on it: SFT, a reward model and "

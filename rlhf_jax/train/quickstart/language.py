@@ -1,10 +1,10 @@
-"""A tiny language of product reviews, as the files that the trainers read.
+"""A tiny language of product reviews, in files that the trainers read.
 
     prompt      A review of the blue kettle:
     response     The lid is sturdy. The price is awful.
 
-People who stand in for real ones prefer praise: of two reviews they choose one by the
-Bradley-Terry model, P(a over b) = 1 / (1 + exp(worth(b) - worth(a))).
+Simulated people prefer praise. Of two reviews they choose one by the Bradley-Terry
+model, P(a over b) = 1 / (1 + exp(worth(b) - worth(a))).
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ STOP, PAD = "<|endoftext|>", "<|pad|>"
 
 
 def review(rng: random.Random) -> str:
-    """One to three sentences, about a different part each."""
+    """Returns one to three sentences, each about a different part."""
     parts = rng.sample(PARTS, rng.randint(1, 3))
     return "".join(f" The {part} is {rng.choice([*WORTH])}." for part in parts)
 
 
 def worth(response: str) -> int:
-    """What people like a response for: the worth of all its words, repeated or not."""
+    """Returns the sum of the worth of all words, repetitions included."""
     return sum(WORTH.get(word, 0) for word in re.findall(r"\w+", response))
 
 
 def pair(rng: random.Random, prompt: str) -> dict[str, str]:
-    """Two reviews, the one that people preferred and the other."""
+    """Returns a prompt with a chosen and a rejected review."""
     one, other = review(rng), review(rng)
     probability = 1 / (1 + math.exp(worth(other) - worth(one)))
     chosen, rejected = (one, other) if rng.random() < probability else (other, one)
@@ -78,7 +78,7 @@ def write(folder: Path, *, seed: int = 0) -> list[Path]:
 
 
 def differ(pair: dict[str, str]) -> bool:
-    """Whether there is something to prefer."""
+    """Whether the two reviews differ."""
     return pair["chosen"] != pair["rejected"]
 
 
@@ -89,7 +89,7 @@ def _write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
 
 
 def _write_tokenizer(folder: Path, texts: list[str]) -> Path:
-    """A byte-level BPE, as GPT-2's, in Hugging Face's layout."""
+    """Trains a byte-level BPE tokenizer, as GPT-2's, and writes it for Hugging Face."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -1,1 +1,1 @@
-"""Rollouts that the loop waits for: drawn ahead of it, or by a program outside."""
+"""Rollouts that are drawn ahead of the loop, or by a program outside the trainer."""

@@ -1,12 +1,12 @@
-"""Which layout of the policy's devices to sample on, where the run does not say.
+"""Chooses the mesh for sampling on the policy's devices (--placement.sampler auto).
 
     fsdp=8               every token gathers weights, or sums activations of all rows
-    data=8               a copy of the policy per device, which reads all of it
-    data=2,tensor=4      a quarter of it per device, and sums over the links
+    data=8               every device holds and reads the whole policy
+    data=2,tensor=4      every device reads a quarter, and activations are summed
 
-By hand (`planning/decoding.py`), in no time: the least seconds of all tokens and of
-bringing the policy there, of the layouts that fit. `rlhf-jax plan --find-sampler-mesh`
-asks the compiler about each.
+Of the meshes that fit, it takes the one with the least estimated seconds for resharding
+and for all tokens (`planning/decoding.py`). `rlhf-jax plan --find-sampler-mesh`
+compiles for each mesh instead.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from rlhf_jax.train.build import Meshes, Models
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.config.sampler import Here
 
-ROOM = 0.9  # of a device's memory; prompts and activations take the rest
+ROOM = 0.9  # share of a device's memory; prompts and activations take the rest
 
 
 class Layout(NamedTuple):
-    """A mesh to sample on."""
+    """A mesh to sample on, with lower bounds of its cost."""
 
     mesh: MeshShape
-    token: float  # seconds of one, at the least
-    seconds: float  # of a rollout, at the least
-    bytes: int  # on a device while it samples, at the least
+    token: float  # seconds per token
+    seconds: float  # per rollout
+    bytes: int  # per device during sampling
 
 
 def placed(
@@ -52,15 +52,15 @@ def placed(
     per_node: int | None = None,
     memory: int | None = None,
 ) -> tuple[PolicyGradientConfig, str | None]:
-    """The run with a place in place of `auto`, and what was chosen, as a line.
+    """Replaces `auto` by a place of the sampler; returns the choice as a line too.
 
     Args:
       models: shapes.
-      mesh: the policy's.
-      chip: that its devices are; None, as of a CPU, samples on the policy's mesh.
+      mesh: the policy's mesh.
+      chip: the kind of its devices; None (a CPU) samples on the policy's mesh.
       prompt: columns of a prompt.
-      per_node: devices whose links are fast; None is all.
-      memory: bytes that a device gives to programs; None is what the chip's table says.
+      per_node: number of devices with fast links; None is all.
+      memory: bytes of a device for programs; None takes those of the chip's table.
     """
     if config.placement.sampler != AUTO:
         return config, None
@@ -68,7 +68,7 @@ def placed(
     if chip is not None and mesh.size > 1 and can_move(config):
         layouts = []
         for one in candidates(config, models.recipe.model, per_node=per_node):
-            # What an axis does not divide, as learned positions, is not sampled there.
+            # A mesh whose axes do not divide some weights is no candidate.
             with contextlib.suppress(InputError):
                 layouts.append(
                     layout(config, models, one, mesh=mesh, chip=chip, prompt=prompt)
@@ -86,17 +86,17 @@ def placed(
 
 
 def written(mesh: MeshShape) -> str:
-    """The axes of a mesh that share anything, as an option takes them."""
+    """Returns the axes larger than 1, in the form of the option."""
     axes = ((axis, size) for axis, size in vars(mesh).items() if size > 1)
     return ",".join(f"{axis}={size}" for axis, size in axes) or "1"
 
 
 def can_move(config: PolicyGradientConfig) -> bool:
-    """Whether a sampler on a mesh of its own goes with the rest of the run."""
+    """Returns whether the options of the run allow sampling on another mesh."""
     sampler = config.sampler
     return (
         isinstance(sampler.sampler, Here)
-        and sampler.sampler.cache_pages is None  # whose number is for a mesh
+        and sampler.sampler.cache_pages is None  # their number fits one mesh only
         and sampler.environment is None
         and not config.mixes_reference
     )
@@ -105,9 +105,9 @@ def can_move(config: PolicyGradientConfig) -> bool:
 def candidates(
     config: PolicyGradientConfig, model: ModelConfig, *, per_node: int | None = None
 ) -> Iterator[MeshShape]:
-    """(data, tensor) of all devices: rows by data, heads by a power of two.
+    """Yields meshes of all devices: rows over data, heads over a power of two.
 
-    Slices have rows of their own.
+    Every slice of a multi-slice mesh has its own rows.
     """
     slices, rows = config.placement.policy.dcn, config.batch.batch_size
     devices = config.placement.policy.size // slices
@@ -131,7 +131,7 @@ def layout(
     chip: Chip,
     prompt: int,
 ) -> Layout:
-    """What a mesh takes; the other arguments are those of `placed`.
+    """Estimates the cost of sampling on a mesh; other arguments as in `placed`.
 
     Raises:
       InputError: an axis of the mesh does not divide what it shards.
@@ -163,13 +163,13 @@ def layout(
         policy = memory_check.bytes_per_device(stored, mesh=sampling)
         if models.base is not None:
             base = memory_check.bytes_per_device(models.base.stored, mesh=sampling)
-    copied = base + policy * max(config.staleness, 1)  # one per batch that is ahead
-    # Layers are taken apart for the loop: the weights are there once more, all experts.
+    copied = base + policy * max(config.staleness, 1)  # one per batch drawn ahead
+    # Decoding copies the weights into separate layers, with all experts.
     experts = decoding.expert_numbers(model) - decoding.expert_numbers(
         model, rows=-(-rows // (shape.dcn * shape.data))
     )
     unmet = int(jnp.dtype(dtype).itemsize * experts) // shape.tensor
     size = own + copied + token.weights + unmet + token.cache
-    brought = policy / chip.links  # the base once, before the first rollout
+    brought = policy / chip.links  # the base is moved once, before the first rollout
     turns = recipe.max_new_tokens * config.batch.batch_size / rows
     return Layout(shape, seconds, seconds * turns + brought, size)

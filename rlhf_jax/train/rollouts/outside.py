@@ -1,10 +1,9 @@
-"""A sampler of the protocol as a trainer calls it.
+"""Adapts a sampler outside the trainer to the calls of the loop and the queue.
 
-Of several processes the first has the sampler: it is handed what all of them hold, and
-its responses go to all, each of which keeps its own rows.
+With several processes only the first one talks to the sampler:
 
-    draw_there    all gather the policy to the first, whose thread hands over and draws
-    bring_home    all wait for that thread, and take their rows
+    draw_there    all gather the policy in the first, whose thread hands over and draws
+    bring_home    all wait for that thread, and keep their own rows of the responses
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ Params = Any
 
 
 class Asked(NamedTuple):
-    """What a sampler was asked for, and answers in a thread of the first process."""
+    """A request to the sampler."""
 
     prompts: Prompts  # on the host
     version: int
-    answer: Future[protocol.Drawn]  # which none but the first gets
+    answer: Future[protocol.Drawn]  # set in the first process only
 
 
 class OutsideSampler(contextlib.AbstractContextManager[Any]):
-    """Hands parameters over once per version, and draws; ends the sampler on leaving.
+    """Hands parameters over once per version, and draws; closes the sampler on exit.
 
-    It is called as `train.sampler.Sampler` is, by the trainer or by the thread
-    of a queue; draws come in the order of versions. Of several processes its own thread
-    draws ahead, as it runs no program on the devices of all.
+    It has the methods of `train.sampler.Sampler`, for the trainer or the thread of a
+    queue. Draws come in the order of versions. With several processes its own thread
+    draws, as that runs no program on the devices of all.
     """
 
     def __init__(
@@ -64,14 +63,14 @@ class OutsideSampler(contextlib.AbstractContextManager[Any]):
 
         Args:
           sampler: None in every process but the first.
-          merge: adapters -> the parameters that they make of their base; None of a
-            policy that is all of its parameters.
-          threaded: whether a thread may call it, beside the updates.
+          home: the policy's mesh, where responses are returned.
+          merge: adapters -> merged parameters; None for a policy without adapters.
+          threaded: whether a thread may call it during updates.
         """
         self.threaded = threaded
         self._sampler, self._home, self._merge = sampler, home, merge
         self._max_new_tokens = max_new_tokens
-        # Of several processes: the version that the first holds whole on its host.
+        # With several processes: the version whose parameters are on the first's host.
         self._gathered: tuple[int, Params] | None = None
         self.retries = Retries() if retries is None else retries
         self._version: int | None = None
@@ -95,36 +94,35 @@ class OutsideSampler(contextlib.AbstractContextManager[Any]):
     def __call__(
         self, policy: Params, *, prompts: Prompts, key: Array, version: Array
     ) -> Rollout:
-        """Responses, on the policy's mesh, as `draw`."""
+        """Draws responses as `draw`, from parameters that are not handed over yet."""
         if self._merge is not None:
             policy = self._merge(policy)
         return self.draw(policy, prompts=prompts, key=key, version=version)
 
     def hand_over(self, policy: Params) -> Params:
-        """The parameters as `draw` takes them, which no update of the policy donates.
+        """Returns parameters for `draw`, in buffers that no update donates.
 
-        The sampler gets them with the first draw.
+        The sampler receives them at the first draw.
         """
         if self._merge is not None:
             return self._merge(policy)
         if jax.process_count() > 1:
-            return policy  # `draw_there` copies them to the host, before any update
-        # A copy: the update donates the policy while a thread still hands it over.
+            return policy  # `draw_there` copies them to the host before any update
+        # A copy: the update donates the policy while a thread still sends it.
         return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), policy)
 
     def draw(
         self, policy: Params, *, prompts: Prompts, key: Array, version: Array
     ) -> Rollout:
-        """Responses, on the policy's mesh.
+        """Draws responses and returns them on the policy's mesh.
 
         Args:
-          policy: all of its parameters, handed over where they are of another version
-            than the last ones.
-          version: i32[], of the policy, `TrainState.step`.
+          policy: all parameters; sent to the sampler if the version is new.
+          version: i32[], `TrainState.step` of the policy.
 
         Raises:
-          StopError: the sampler failed, as often as it was tried.
-          SelfCheckError: it samples with other parameters.
+          StopError: every attempt of the sampler failed.
+          SelfCheckError: the sampler uses other parameters.
         """
         asked = self.draw_there(policy, prompts=prompts, key=key, version=version)
         return self.bring_home(asked)
@@ -132,9 +130,9 @@ class OutsideSampler(contextlib.AbstractContextManager[Any]):
     def draw_there(
         self, policy: Params, *, prompts: Prompts, key: Array, version: Array
     ) -> Asked:
-        """Asks for these responses: of several processes, without waiting for them."""
+        """Requests responses; with several processes it does not wait for them."""
         number, on_host = int(version), processes.whole(prompts)
-        data: Any = np.asarray(jax.random.key_data(key))  # of a mesh, perhaps
+        data: Any = np.asarray(jax.random.key_data(key))  # the key may be on a mesh
         here = jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
         params = policy
         if jax.process_count() > 1:
@@ -155,7 +153,7 @@ class OutsideSampler(contextlib.AbstractContextManager[Any]):
         return asked
 
     def bring_home(self, asked: Asked) -> Rollout:
-        """The responses of `draw_there`, on the policy's mesh; waits for them."""
+        """Waits for the responses of `draw_there`; moves them to the policy's mesh."""
         rows = len(asked.prompts.tokens)
         if jax.process_count() == 1:
             drawn = asked.answer.result()
@@ -166,30 +164,30 @@ class OutsideSampler(contextlib.AbstractContextManager[Any]):
         return row_sharding.put_rows(mine, mesh=self._home)
 
     def _drawn(self, params: Params, asked: Asked, *, key: Array) -> protocol.Drawn:
-        """What the sampler draws, tried again where that may help."""
+        """Hands over and draws, with retries after transient errors."""
         sampler = self._sampler
         assert sampler is not None
 
         def draw() -> protocol.Drawn:
-            # Once per version: redraws and retries of a step find the weights there.
+            # Once per version: redraws and retries of a step reuse the weights.
             if asked.version != self._version:
                 with self._waits.of("hand_over"):
-                    self._version = None  # until it is known to have them
+                    self._version = None  # until the hand-over has succeeded
                     self._distance = sampler.hand_over(params, version=asked.version)
                     self._version = asked.version
             with self._waits.of("draw"):
                 try:
                     return sampler.draw(asked.prompts, key=key, version=asked.version)
                 except TransientError:
-                    self._version = None  # it may be another one, without them
+                    self._version = None  # a restarted server has lost the weights
                     raise
 
         return self.retries(draw)
 
     def _whole(self, policy: Params, *, version: int) -> Params:
-        """All of the parameters on the first process's host, gathered leaf by leaf."""
+        """Gathers all parameters on the first process's host, leaf by leaf."""
         if self._gathered is None or self._gathered[0] != version:
-            self._gathered = None  # before the next: the host holds one version
+            self._gathered = None  # freed first: the host holds one version at a time
             leaves, structure = jax.tree.flatten(policy)
             whole = []
             for leaf in leaves:
@@ -202,10 +200,10 @@ class OutsideSampler(contextlib.AbstractContextManager[Any]):
     def _from_first(
         self, answer: Future[protocol.Drawn], *, rows: int
     ) -> protocol.Drawn:
-        """What the first process draws, in all of them.
+        """Broadcasts the responses of the first process to all processes.
 
         Raises:
-          StopError: it failed; in the first process whatever it raised.
+          StopError: the draw failed; the first process raises the original error.
         """
         shape = rows, self._max_new_tokens
         zeros = np.zeros(shape, np.float32)
@@ -216,16 +214,15 @@ class OutsideSampler(contextlib.AbstractContextManager[Any]):
         if processes.is_first():
             try:
                 drawn = answer.result()
-            except Exception as error:  # the others wait to be told, whatever it is
+            except Exception as error:  # the other processes wait for the outcome
                 failure, message = error, str(error) or type(error).__name__
         if message := processes.from_first(message):
             raise StopError(message) if failure is None else failure
         entropy = drawn.entropy
-        if entropy is None:  # as `rollout_of` estimates it
+        if entropy is None:  # estimated as in `rollout_of`
             entropy = -drawn.sampler_logprobs
         distance = math.nan if self._distance is None else self._distance
-        # All processes call this with arrays of one shape, the first with the real
-        # ones.
+        # The other processes pass zeros of the same shapes.
         *arrays, distance = multihost_utils.broadcast_one_to_all(
             (
                 np.asarray(drawn.tokens, np.int32),
@@ -239,11 +236,11 @@ class OutsideSampler(contextlib.AbstractContextManager[Any]):
         return protocol.Drawn(*map(np.asarray, arrays))
 
     def stats(self) -> masked.Stats:
-        """`policy/sampler_check`: what the last hand-over returned, nats per token."""
+        """`policy/sampler_check`: distance at the last hand-over, nats per token."""
         if self._distance is None:
             return {}
         return {"policy/sampler_check": (jnp.float32(self._distance), None)}
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of hand-overs, checks included, and of draws, since the last call."""
+        """Seconds of hand-overs (checks included) and draws since the last call."""
         return self._waits.read()

@@ -1,15 +1,14 @@
-"""The queue of rollouts: those of the next steps, drawn by a thread of its own.
+"""The queue of the rollouts of the next steps, which a thread draws.
 
     step        0    1    2    3    4        k = 2
     learns from 0    1    2    3    4        rollout s in step s
     drawn by    0    0    0    1    2        version max(0, s - k) of the policy
     submits     2    3    4    5    6        rollout s + k, with the version of step s
 
-One thread runs the draws in their order, and a second one waits for their scores where
-verifiers are slow, so that the next draw begins meanwhile. Which version draws a
-rollout is fixed by its step and not by what was ready first, so that runs repeat to the
-bit, and so do runs that were killed: a snapshot waits for the k rollouts of the next
-steps, and has them.
+One thread runs the draws in order, and a second one waits for their scores, so that the
+next draw begins while verifiers work. The step of a rollout determines the version that
+draws it, so that runs repeat to the bit. Resumed runs do too: a snapshot waits for the
+k rollouts of the next steps and stores them.
 """
 
 from __future__ import annotations
@@ -31,35 +30,35 @@ from rlhf_jax.train.rollouts.waits import Waits
 
 Array = jax.Array
 Params = Any
-# As a snapshot has it: what processes or an environment scored comes with the rollout.
+# A rollout and its scores from processes or an environment, as snapshots store them.
 Entry = tuple[Rollout, dict[str, Scores]]
 
 
 class Draw(Protocol):
-    """Draws a rollout, and scores it where the scores come with it.
+    """Draws a rollout, with scores from processes or an environment if there are any.
 
-    It is called from the queue's thread, and may take as long as it likes there: host
-    loops over tools, verifiers, and servers that sample are all draws.
+    The queue calls it in its thread, where it may take long: host loops over tools,
+    verifiers, and servers that sample are all draws.
     """
 
     def __call__(
         self, policy: Params, *, prompts: Prompts, key: Array, version: Array
     ) -> tuple[Rollout, dict[str, Scores] | Callable[[], dict[str, Scores]]]:
-        """The rollout of these prompts, and scores by the names of their rewards.
+        """Returns the rollout of the prompts, and scores by the names of their rewards.
 
-        Scores may be a function that waits for them. It is called from a second thread,
-        in the order of the draws, while the next rollout is drawn.
+        Scores may be a function that waits for them. A second thread calls it, in the
+        order of the draws, while the next rollout is drawn.
 
         Args:
-          policy: as the queue's `hand_over` made it.
-          key: of the step that is to learn from it.
-          version: i32[], of the policy, `TrainState.step`.
+          policy: parameters from the queue's `hand_over`.
+          key: the key of the step that will learn from the rollout.
+          version: i32[], `TrainState.step` of the policy.
         """
         ...
 
 
 class RolloutQueue:
-    """The rollouts of the next k steps; a context manager that ends its thread.
+    """The rollouts of the next k steps; a context manager that ends its threads.
 
     queue = RolloutQueue(draw, hand_over=hand_over, staleness=k, ...)
     kept |= queue.first(policy, version=version)
@@ -85,27 +84,26 @@ class RolloutQueue:
         arrive: Callable[[Rollout], tuple[Rollout, Any]] | None = None,
         patience: float = 20.0,
     ) -> None:
-        """A queue that is empty.
+        """Makes an empty queue.
 
         Args:
-          hand_over: the parameters as draws read them, in buffers that no update
+          hand_over: returns the parameters that draws read, in buffers that no update
             donates; called at each `submit`.
-          key: of the run; a step's is `fold_in(key, step)`.
+          prompts: step -> prompts.
+          key: the run's root key; the key of a step is `fold_in(key, step)`.
           staleness: k, at least 1.
-          num_steps: of the run; no rollout is drawn for a later one.
-          threaded: whether draws have a thread; without one `submit` draws, whose
-            programs devices then run behind it.
-          arrive: what the rollout that is taken, or that a snapshot has, begins with
-            where there is no thread: it comes to the policy's devices, and its scores
-            are computed. What the draw dispatched runs on other devices until then.
-          patience: seconds that leaving waits for the draw that is under way.
+          num_steps: of the run; no rollout is drawn for a later step.
+          threaded: whether draws run in a thread; if not, `submit` dispatches them.
+          arrive: for draws without a thread: moves a rollout to the policy's devices
+            and scores it, when it is taken or a snapshot stores it. None: draws do so.
+          patience: seconds to wait on exit for a draw under way.
         """
         self._draw, self._hand_over = draw, hand_over
         self._prompts, self._key = prompts, key
         self.staleness, self._num_steps = staleness, num_steps
         self._arrive, self._patience = arrive, patience
         self._pending: collections.deque[Future[Entry]] = collections.deque()
-        self._last: Future[Entry] | None = None  # that was taken
+        self._last: Future[Entry] | None = None  # the last entry that was taken
         self.waits = Waits("trainer", "sampler")
         self._drawing = self._scoring = None
         if threaded:
@@ -127,15 +125,15 @@ class RolloutQueue:
 
     @property
     def _names(self) -> tuple[str, ...]:
-        """The entries of a stage's state, in the order of the steps they are for."""
+        """Names of the entries of a stage's state, in the order of their steps."""
         return tuple(f"rollout_{i}" for i in range(self.staleness))
 
     def first(self, policy: Params, *, version: Array) -> dict[str, Entry]:
         """Draws the rollout of step 0, in this thread.
 
         Returns:
-          What a stage's state begins with: this rollout in every place of the queue,
-          of the shapes that a snapshot has.
+          Initial entries of a stage's state, with the shapes that snapshots store: this
+          rollout in every place of the queue.
         """
         drawn = self._draw(self._hand_over(policy), **self._of(0, version))
         if self._arrive is not None:
@@ -143,16 +141,16 @@ class RolloutQueue:
         return self.filled(*_entry(*drawn))
 
     def filled(self, rollout: Rollout, scores: dict[str, Scores]) -> dict[str, Entry]:
-        """As `first`, of a rollout of step 0 that is drawn already."""
+        """As `first`, for a rollout of step 0 that has been drawn already."""
         return dict.fromkeys(self._names, (rollout, scores))
 
     def begin(
         self, state: dict[str, Any], *, start: int, policy: Params, version: Array
     ) -> dict[str, Future[Entry]]:
-        """Fills the queue: from a snapshot, or with draws of the policy as it starts.
+        """Fills the queue, from a snapshot or with draws of the initial policy.
 
         Args:
-          state: of the stage, which is at step `start`.
+          state: the stage's state, at step `start`.
         """
         if start:
             self._take_back(state, start=start, policy=policy, version=version)
@@ -165,10 +163,10 @@ class RolloutQueue:
     def _take_back(
         self, state: dict[str, Any], *, start: int, policy: Params, version: Array
     ) -> None:
-        """The rollouts of a snapshot; those that it has none of are drawn now.
+        """Fills the queue from a snapshot, and draws rollouts that it does not have.
 
-        Where the run was to end before, the last rollout stands in their places, which
-        is older than a rollout of their steps would be.
+        The snapshot of a run that was to end earlier repeats its last rollout in the
+        remaining places. Its version is too old for their steps.
         """
         self._last = _done(state[self._names[0]])
         for step, name in enumerate(self._names, start):
@@ -182,17 +180,17 @@ class RolloutQueue:
     def submit(
         self, step: int, policy: Params, *, version: Array
     ) -> dict[str, Future[Entry]]:
-        """Hands the parameters over, and asks for the rollout of a later step.
+        """Hands over the parameters, and requests the rollout of a later step.
 
         Args:
-          step: that is to learn from it; nothing is drawn where the run ends before.
-          policy: not donated before this returns.
+          step: the step that will learn from it; past the end nothing is drawn.
+          policy: must not be donated before this returns.
 
         Returns:
-          The entries of the stage's state from now on.
+          The new entries of the stage's state.
         """
         if step >= self._num_steps:
-            self.waits.end("sampler")  # for a policy, as none will come
+            self.waits.end("sampler")  # no further policy will come
             return self._state()
         handed = self._hand_over(policy)
         arguments = self._of(step, version)
@@ -209,7 +207,7 @@ class RolloutQueue:
                 if self._scoring is None:
                     future.set_result(_entry(rollout, scores))
                     return
-                # One draw at a time, and its parameters are let go after it.
+                # One draw at a time; its parameters are freed after it.
                 jax.block_until_ready(rollout)
                 self._scoring.append(functools.partial(finish, rollout, scores))
 
@@ -227,7 +225,7 @@ class RolloutQueue:
         return self._state()
 
     def take(self) -> Entry:
-        """The rollout of the next step, once it is drawn.
+        """Waits for the rollout of the next step and returns it.
 
         Raises:
           Exception: whatever its draw raised.
@@ -236,7 +234,7 @@ class RolloutQueue:
         return self._last.result()
 
     def _of(self, step: int, version: Array) -> dict[str, Any]:
-        """What a draw for a step is called with beside the parameters."""
+        """Arguments of the draw for a step, other than the parameters."""
         return {
             "prompts": self._prompts(step),
             "key": jax.random.fold_in(self._key, step),
@@ -244,9 +242,9 @@ class RolloutQueue:
         }
 
     def _state(self) -> dict[str, Future[Entry]]:
-        """The entries of a stage's state; a snapshot waits for what is not drawn yet.
+        """Entries of a stage's state; a snapshot waits for those under way.
 
-        Near the end, where no more are drawn, the last one stands in every place left.
+        Near the end of the run the last rollout repeats in the remaining places.
         """
         pending: Sequence[Future[Entry]] = tuple(self._pending)
         last = pending[-1] if pending else self._last
@@ -256,33 +254,33 @@ class RolloutQueue:
 
 
 class Lane:
-    """A thread that runs jobs in their order."""
+    """A thread that runs jobs in order."""
 
     def __init__(self, name: str, *, waits: Waits | None = None) -> None:
-        """A thread that is not started yet.
+        """Makes the thread, without starting it.
 
         Args:
-          waits: where its idle time is counted, as the sampler's; None counts none.
+          waits: counts its idle time as the sampler's; None counts none.
         """
         self._jobs: collections.deque[Callable[[], None]] = collections.deque()
         self._changed = threading.Condition()
         self._closed = False
         self._waits = waits
-        # A daemon, as a draw that hangs must not keep the process.
+        # A daemon, so that a hanging draw does not keep the process alive.
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begins with the first job."""
+        """Starts the thread."""
         self._thread.start()
 
     def append(self, job: Callable[[], None]) -> None:
-        """Runs a job, which raises nothing, after those before it."""
+        """Appends a job; the job must not raise."""
         with self._changed:
             self._jobs.append(job)
             self._changed.notify_all()
 
     def close(self, patience: float) -> None:
-        """Drops what has not begun, and waits so many seconds for what has."""
+        """Drops waiting jobs; waits up to `patience` seconds for the running one."""
         with self._changed:
             self._closed = True
             self._jobs.clear()
@@ -300,11 +298,11 @@ class Lane:
                     return
                 job = self._jobs.popleft()
             job()
-            del job  # and with it the parameters
+            del job  # frees the parameters that it holds
 
 
 class _Awaited(Future[Entry]):
-    """A rollout for which the trainer, or its snapshot, waits."""
+    """A rollout under way; waiting for it counts as the trainer's."""
 
     def __init__(self, waits: Waits) -> None:
         super().__init__()
@@ -316,7 +314,7 @@ class _Awaited(Future[Entry]):
 
 
 class _Arriving(Future[Entry]):
-    """A rollout that has been asked for, and arrives when somebody looks at it."""
+    """A rollout that is moved and scored when its result is first read."""
 
     def __init__(self, arrive: Callable[[], tuple[Rollout, Any]]) -> None:
         super().__init__()
@@ -331,7 +329,7 @@ class _Arriving(Future[Entry]):
 
 @contextlib.contextmanager
 def _raised_in(future: Future[Entry]) -> Iterator[None]:
-    """What is raised inside is the future's, and the main thread raises it."""
+    """Stores an exception in the future, whose reader raises it."""
     try:
         yield
     except BaseException as error:

@@ -1,7 +1,7 @@
-"""What a self-teacher reads: the prompt, and a response of its group that succeeded.
+"""Prompts of a self-teacher: the prompt with a successful response of its group.
 
-row        0   1   2   3        one group, of which 1 and 3 succeeded
-is shown   1   3   1   1        the first success that is another
+row                0   1   2   3        one group, of which 1 and 3 succeeded
+demonstration of   1   3   1   1        the first other success
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ from rlhf_jax.train.rows import question_of
 
 BEFORE = "\nCorrect solution:\n\n"
 AFTER = "\n\n\n\nCorrectly solve the original question.\n"
-SHORTEST = "x"  # of an empty response, newlines around it would be fewer tokens
+SHORTEST = "x"  # around an empty response the newlines could merge into fewer tokens
 
 
 class Reprompt:
-    """Writes and encodes prompts with demonstrations, by the template of 2601.20802."""
+    """Writes and encodes prompts with demonstrations.
+
+    Source of the template: Hübotter et al. 2026, arXiv:2601.20802.
+    """
 
     def __init__(
         self,
@@ -42,10 +45,10 @@ class Reprompt:
         group_size: int,
         max_new_tokens: int,
     ) -> None:
-        """Encodes every prompt with the shortest demonstration, for the width of all.
+        """Encodes every prompt with the shortest demonstration, to find the width.
 
         Raises:
-          InputError: the model's context has no room for one.
+          InputError: the model's context has no room for a demonstration.
         """
         self._rows, self._options, self._start = rows, options, start
         self._score, self._size = success_score, group_size
@@ -58,13 +61,13 @@ class Reprompt:
                 f"demonstration of one letter, got one of {longest}; lower "
                 f"--max-new-tokens, or drop long prompts"
             )
-        self._width = min(longest + max_new_tokens, room)  # of every batch: one program
+        self._width = min(longest + max_new_tokens, room)  # fixed, for one program
 
     def __call__(self, shown: Rollout, scores: Scores) -> TeacherPrompts:
-        """What the teacher reads for each response that the reward saw.
+        """Returns the teacher's prompt for each response, as the reward saw it.
 
-        It reads the prompt alone, and does not teach, where no other of the group
-        succeeded, or where prompt and demonstration exceed the width.
+        A response is not taught if no other response of its group succeeded, or if
+        prompt and demonstration exceed the width. Its teacher reads the prompt alone.
         """
         tokens, mask, response_mask, index = processes.whole(
             (shown.tokens, shown.mask, shown.response_mask, shown.index)
@@ -72,16 +75,16 @@ class Reprompt:
         successes = processes.whole(scores.total) >= self._score
         if scores.left_out is not None:
             successes &= ~processes.whole(scores.left_out)
-        of = demonstrations(successes, group_size=self._size)
-        taught = np.flatnonzero(of >= 0)
+        sources = demonstrations(successes, group_size=self._size)
+        taught = np.flatnonzero(sources >= 0)
         texts = {
             int(j): self._start.decode(tokens[j][response_mask[j]].tolist())
-            for j in np.unique(of[taught])
+            for j in np.unique(sources[taught])
         }
-        encoded = self._encoded([(index[row], texts[of[row]]) for row in taught])
+        encoded = self._encoded([(index[row], texts[sources[row]]) for row in taught])
         prompts = mask & (np.cumsum(response_mask, axis=1) == 0)
         read = [row[own].tolist() for row, own in zip(tokens, prompts, strict=True)]
-        fits: Any = np.zeros(len(tokens), bool)  # what becomes a jax.Array
+        fits: Any = np.zeros(len(tokens), bool)  # passed as a jax.Array
         for row, prompt in zip(taught, encoded, strict=True):
             if len(prompt) <= self._width:
                 read[row], fits[row] = prompt, True
@@ -90,7 +93,7 @@ class Reprompt:
         return TeacherPrompts(*padded, taught=fits)
 
     def _encoded(self, pairs: Sequence[tuple[int, str]]) -> Sequence[Tokens]:
-        """The prompts of rows, each with a demonstration."""
+        """Encodes the prompts of rows, each with a demonstration."""
         field = self._options.prompt_field
 
         def question(number: int, text: str) -> Question:
@@ -102,7 +105,7 @@ class Reprompt:
 
 
 def demonstrations(successes: np.ndarray, *, group_size: int) -> np.ndarray:
-    """i64[B], the row that is shown for each: the first other success, or -1.
+    """Returns i64[B], the row of the first other success in the group, or -1.
 
     >>> print(demonstrations(np.array([False, True, True, True]), group_size=2))
     [ 1 -1  3  2]
@@ -113,7 +116,7 @@ def demonstrations(successes: np.ndarray, *, group_size: int) -> np.ndarray:
 
 
 def demonstrated(written: Written, text: str) -> Written:
-    """A prompt, or the last message of one, with a response that succeeded."""
+    """Adds a successful response to a prompt, or to its last message."""
     if isinstance(written, str):
         return f"{written}{BEFORE}{text}{AFTER}"
     *before, last = written

@@ -12,18 +12,18 @@ from rlhf_jax.runs import metrics, report
 
 
 class Waits:
-    """Seconds that each side has waited since they were last read; of any threads."""
+    """Seconds that each side has waited since the last read; safe for threads."""
 
     def __init__(self, *sides: str) -> None:
-        """Nobody has waited yet."""
+        """Starts every side at 0 seconds."""
         self._lock = threading.Lock()
         self._seconds = dict.fromkeys(sides, 0.0)
-        self._since: dict[str, float] = {}  # of the waits that are under way
-        self._ended: set[str] = set()  # sides whose waits count no more
+        self._since: dict[str, float] = {}  # start times of waits under way
+        self._ended: set[str] = set()  # sides that are not counted any more
 
     @contextlib.contextmanager
     def of(self, side: str) -> Iterator[None]:
-        """Adds the seconds spent inside."""
+        """Adds the seconds spent inside the context to a side."""
         with self._lock:
             if side not in self._ended:
                 self._since[side] = time.perf_counter()
@@ -34,7 +34,7 @@ class Waits:
                 self._count(side)
 
     def end(self, side: str) -> None:
-        """Counts no more: what this side waited for will not come."""
+        """Stops counting a side, because what it waits for will not come."""
         with self._lock:
             self._count(side)
             self._ended.add(side)
@@ -44,7 +44,7 @@ class Waits:
         self._seconds[side] += now - self._since.pop(side, now)
 
     def read(self) -> dict[str, float]:
-        """The seconds, which begin again at 0."""
+        """Returns the seconds of every side, and resets them to 0."""
         with self._lock:
             seconds, now = self._seconds, time.perf_counter()
             for side, since in self._since.items():
@@ -55,7 +55,7 @@ class Waits:
 
 
 def waited(run_folder: Path) -> dict[str, float]:
-    """Seconds that each side of the queue waited in a run, for its summary."""
+    """Prints and returns the seconds that each side of the queue waited in a run."""
     total: dict[str, float] = {}
     for row in metrics.read(run_folder / "timings.jsonl"):
         for side, seconds in row.get("waits", {}).items():

@@ -1,1 +1,1 @@
-"""SFT, reward model and DPO: one loop, and the data of each."""
+"""SFT, reward model and DPO: one loop, and the task of each."""

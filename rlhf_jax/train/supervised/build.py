@@ -1,6 +1,6 @@
-"""Config -> every model of SFT, reward model and DPO, and what they take of memory.
+"""Builds every model of SFT, reward model and DPO from the config.
 
-`shapes_of` makes the same as shapes, for the memory check, the plan and `--auto`.
+`shapes_of` does so as shapes, for the memory check, the plan and `--auto`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def build(
     optimizer: Optimizer,
     load: Load = hf.load,
 ) -> tuple[SupervisedState, Models]:
-    """What is trained, and what is frozen: a pure function of parameters.
+    """Builds the training state and the frozen models, as a pure function.
 
     Args:
-      start: the checkpoint of --model, whose parameters become what is trained.
-      load: how other checkpoints are read.
+      start: the checkpoint of --model; its parameters are trained, or are the base.
+      load: reads other checkpoints.
     """
     config, base = task.config, None
     if config.start.lora is not None:
@@ -45,8 +45,8 @@ def build(
     reference = task.reference(start, base=base, mesh=mesh, load=load)
     trained = task.trained(start, jax.random.key(config.seed))
     initial = state.supervised_state(trained, optimizer=optimizer)
-    # All of it, as what comes back from a frozen model is on the mesh: a state that is
-    # not would be after its first step, and `jit` would compile everything again.
+    # All leaves: the outputs of the first step are on the mesh, and inputs that are not
+    # would make `jit` compile everything twice.
     initial = sharding.place(initial, mesh=mesh)
     return initial, Models(base=base, reference=reference)
 
@@ -54,7 +54,7 @@ def build(
 def shapes_of(
     task: Task[Any], start: Pretrained, *, mesh: Mesh
 ) -> tuple[SupervisedState, Models]:
-    """What `build` will make, as shapes: by the small files of its checkpoints."""
+    """Returns the result of `build` as shapes, from the configs of the checkpoints."""
     config = task.config
     model = dataclasses.replace(start.model, dtype=config.start.dtype)
 
@@ -69,7 +69,7 @@ def shapes_of(
 def parts(
     task: Task[Any], initial: SupervisedState, models: Models, *, mesh: Mesh
 ) -> list[Part]:
-    """Every model and optimizer of a run, where it is."""
+    """Returns every model and optimizer of a run, with its mesh."""
     config = task.config
     whole = [
         Part(task.role, initial.params, mesh),
@@ -84,7 +84,7 @@ def parts(
 
 
 def check_memory(task: Task[Any], *, mesh: Mesh) -> None:
-    """Refuses a run that cannot fit, by the small files of its checkpoints."""
+    """Raises InputError if a run cannot fit into memory; reads no weights."""
     config, start = task.config, task.described
     initial, models = shapes_of(task, start, mesh=mesh)
     model = dataclasses.replace(start.model, dtype=config.start.dtype)

@@ -18,14 +18,14 @@ from rlhf_jax.train.config import capabilities
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Demonstrations:
-    """What is learned."""
+    """The demonstrations or text of SFT."""
 
     data: str
     """Demonstrations or text: JSONL, .txt, or hf:NAME:SPLIT."""
     prompt_field: str = "prompt"
-    """Field of --data with the prompts."""
+    """Field of a row with its prompt."""
     response_field: str = "response"
-    """Field of --data with the responses."""
+    """Field of a row with its response."""
     assistant_turns: AssistantTurns = "last"
     """Turns of the assistant that are learned in a conversation: the last, all, or the
     marked ones. A message's own mark (weight, train or loss_mask, 0 or 1) takes
@@ -33,11 +33,12 @@ class Demonstrations:
     max_length: int | None = None
     """Longest example, or block of text, tokens; None is the model's context."""
     overlong: Literal["error", "drop"] = "error"
-    """Treatment of longer examples: an error, or drop them."""
+    """Treatment of longer examples: error stops, drop leaves them out."""
     buckets: tuple[int, ...] | None = None
-    """Widths to which a batch may be padded, tokens; None is the longest example."""
+    """Widths to which batches are padded, tokens; None pads all to the longest
+    example."""
     row_width: int | None = None
-    """Width of a row into which examples are packed, tokens; None is one row per
+    """Width of rows into which examples are packed, tokens. None is one row per
     example."""
 
     def __post_init__(self) -> None:
@@ -50,14 +51,14 @@ class Demonstrations:
 
     @property
     def widest(self) -> int | None:
-        """Tokens that a row of a batch has room for; None where it takes any."""
+        """Most tokens of a row of a batch; None if they are not limited."""
         if self.buckets is not None:
             return max(self.buckets, default=0)
         return self.row_width
 
 
 def read(options: Demonstrations, *, receipt: Receipt | None = None) -> Any:
-    """The text of a .txt file, else rows with prompts and responses or turns."""
+    """Reads a .txt file as text, and other files as rows with responses or turns."""
     if formats.is_text(options.data):
         return json_lines.read_text(options.data)
     return files.read_demonstrations(
@@ -76,7 +77,7 @@ def encode(
     start: Pretrained,
     receipt: Receipt | None = None,
 ) -> Sequence[Text]:
-    """Responses to prompts, episodes of several turns, or blocks of plain text."""
+    """Encodes responses to prompts, episodes of turns, or blocks of plain text."""
     longest = start.limit(options.max_length)
     if isinstance(rows, str):
         return encoding.encode_text(

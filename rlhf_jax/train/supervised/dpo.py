@@ -6,21 +6,20 @@
     rlhf-jax dpo --kind kto --model runs/sft/model --data labels.jsonl --out runs/kto
 
 A line of --data is {"prompt": ..., "chosen": ..., "rejected": ...}, or two dialogues
-that share their beginning, as in hh-rlhf; messages go through the tokenizer's chat
-template. The reference is --model as it starts, which should have learned responses
-like these (`rlhf-jax sft`), or --reference; with --lora it is the base of the
-policy. --precompute computes the reference log-probs before the first update and then
-frees the reference; the run is the same to the bit, but has no drift/*. --row-width
-packs several pairs into a row, where no text attends to another. OUT/model is a Hugging
-Face checkpoint, and with LoRA OUT/adapter is a PEFT adapter.
+that share their beginning, as in hh-rlhf. Messages go through the tokenizer's chat
+template. The reference is the initial --model, which should have learned such responses
+(`rlhf-jax sft`), or --reference; with --lora it is the base of the policy. --precompute
+computes the reference log-probs before the first update and then frees the reference;
+the run is the same to the bit, but has no drift/*. --row-width packs several pairs into
+a row, where no text attends to another. OUT/model is a Hugging Face checkpoint, and
+with LoRA OUT/adapter is a PEFT adapter.
 
 --kind kto takes {"prompt": ..., "completion": ..., "label": true} instead, or makes two
-such rows of a pair; --held-out then is a share of the prompts. --kind simpo and orpo
-have no reference and thus no KL: they are here for comparison with DPO, as is
---reference none with the losses that can do without one.
+such rows of a pair. --kind simpo and orpo have no reference and thus no KL: they are
+here for comparison with DPO, as is --reference none with other losses that need none.
 
-One device that holds the parameters in float32 five times over, four times with
---precompute (GPT-2 small: 2.4 and 2 GiB). On a model of 3.3 million parameters after 40
+Memory: one device holds the parameters in float32 five times, four with --precompute
+(GPT-2 small: 2.4 and 2 GiB). On a model of 3.3 million parameters after 40
 updates of `rlhf-jax sft` on tiny Shakespeare, one pass over the 655 pairs of hh-rlhf
 (harmless, first 1,800; --overlong drop --blank drop) that fit into 128 tokens, in 181
 rows of 512, at a learning rate of 1e-4, takes 2 minutes of CPU time. On 73 held-out
@@ -71,7 +70,7 @@ from rlhf_jax.train.supervised.task import Data, Masks, Models, Session, Task
 
 Array = jax.Array
 Params = Any
-# The reference's log-probs of a batch, None without a reference.
+# batch -> the reference's log-probs; None without a reference.
 RefLogprobs = Callable[[PackedPreferences], Any]
 RECIPE = DPORecipe()
 
@@ -81,7 +80,7 @@ class Reference(OneReference):
     """The reference, and when its log-probs are computed."""
 
     precompute: bool = False
-    """Computes reference log-probs before the updates."""
+    """Whether to compute all reference log-probs before the updates."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,17 +91,17 @@ class Config(SupervisedConfig):
     start: Annotated[Start, FLAT]
     """The model that is trained."""
     data: Annotated[Preferences, FLAT]
-    """What is learned."""
+    """The preferences."""
     reference: Annotated[Reference, FLAT] = Reference()
-    """The frozen model that the loss compares with."""
+    """The frozen reference of the loss."""
     method: Annotated[DPORecipe, FLAT] = RECIPE
     """Coefficients and choices of DPO."""
     optimizer: Annotated[Optimizer, FLAT] = Optimizer(learning_rate=1e-6)
-    """How parameters follow their gradients."""
+    """How parameters are updated from their gradients."""
     watch: Annotated[WatchPolicy, FLAT] = WatchPolicy()
-    """What is measured and not trained on."""
+    """What is measured but not trained on."""
     placement: ReferencePlacement = ReferencePlacement()
-    """Where each role is: devices, mesh and memory."""
+    """Devices, mesh and memory of each role."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,7 +109,7 @@ class Config(SupervisedConfig):
         capabilities.exclude(
             {"--placement.reference": place.apart},
             {"--lora": adapters},
-            reason="the reference is the policy's base, and runs with it",
+            reason="the reference runs where the policy's base is",
         )
         free_by_kind = self.method.kind in dpo.REFERENCE_FREE
         if self.reference.reference == NONE and not free_by_kind:
@@ -128,23 +127,23 @@ class Config(SupervisedConfig):
 
     @property
     def has_reference(self) -> bool:
-        """Whether there is a reference."""
+        """Whether the loss reads a reference."""
         free = self.method.kind in dpo.REFERENCE_FREE
         return self.reference.has_reference and not free
 
     @property
     def reference_place(self) -> Place:
-        """Where the reference is, and the base where that is the reference."""
+        """The place of the reference, and of a base that is the reference too."""
         return self.placement.reference
 
     @property
     def reference_is_base(self) -> bool:
-        """Whether the base under adapters is the reference too."""
+        """Whether the base under adapters is also the reference."""
         return self.start.lora is not None and self.reference.checkpoint is None
 
 
 class Learner(Task[Config]):
-    """Preferences -> a policy."""
+    """Trains a policy from preferences."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -152,19 +151,19 @@ class Learner(Task[Config]):
         self.called = "texts" if self._labelled else "pairs"
 
     def read(self, receipts: Receipts) -> list[Row]:
-        """Pairs, or responses with a label."""
+        """Reads pairs, or responses with a label."""
         data = self.config.data
         self._receipt = receipts.source("--data", data.data, called=self.called)
         return preferences.read(data, labelled=self._labelled, receipt=self._receipt)
 
     def row_columns(self, start: Pretrained) -> int:
-        """Tokens of a pair, both texts end to end, or of a row that packs some."""
+        """Returns the tokens of a pair, both texts end to end, or of a packed row."""
         return self.config.data.row_width or 2 * super().row_columns(start)
 
     def encode(
         self, rows: list[Row], *, start: Pretrained, mesh: Mesh, receipts: Receipts
     ) -> Data:
-        """Rows of one pair, or of as many as fit."""
+        """Encodes rows of one pair, or of as many pairs as fit."""
         del receipts
         config = self.config
         self._training, self._others = preferences.encode(
@@ -189,7 +188,7 @@ class Learner(Task[Config]):
     def reference(
         self, start: Pretrained, *, base: Frozen | None, mesh: Mesh, load: Load
     ) -> Frozen | None:
-        """The start or a checkpoint, frozen; with adapters the base."""
+        """Freezes the initial policy or a checkpoint; with adapters it is the base."""
         config = self.config
         if not config.has_reference or config.reference_is_base:
             return base if config.has_reference else None
@@ -206,7 +205,7 @@ class Learner(Task[Config]):
     def update(
         self, *, model: ModelConfig, optimizer: Transformation
     ) -> Callable[..., Any]:
-        """The loss of preferences, one optimizer step."""
+        """Returns one optimizer step on the preference loss."""
         config = self.config
         self._dpo = DPO(
             **vars(config.method),
@@ -220,11 +219,11 @@ class Learner(Task[Config]):
 
     @property
     def algorithm(self) -> DPO:
-        """What `update` learns by."""
+        """The loss with its options, as made by `update`."""
         return self._dpo
 
     def rehearse(self, session: Session) -> dict[str, Any]:
-        """Makes the programs of the reference and of what is held out."""
+        """Makes the programs of the reference and of the held-out loss."""
         measure = functools.partial(dpo.measure, dpo=self._dpo)
         self._measure = jax.jit(sharding.on(session.mesh, measure))
         reference = session.models.reference
@@ -238,7 +237,7 @@ class Learner(Task[Config]):
     def prepare(
         self, initial: SupervisedState, *, session: Session, job: run.Run
     ) -> tuple[SupervisedState, Models]:
-        """With --precompute the reference log-probs of all rows; it is freed then."""
+        """Computes all reference log-probs and frees the reference (--precompute)."""
         models, reference = session.models, session.models.reference
         if not self.config.reference.precompute or reference is None:
             return initial, models
@@ -265,15 +264,15 @@ class Learner(Task[Config]):
         return initial, dataclasses.replace(models, reference=None)
 
     def inputs(self, batch: PackedPreferences) -> dict[str, Any]:
-        """The reference log-probs of a batch."""
+        """Returns the reference log-probs of a batch."""
         return {"ref_logprobs": self._logprobs(batch)}
 
     def texts(self, batch: PackedPreferences) -> list[Masks]:
-        """What a batch holds."""
+        """Returns the masks of the one text array of a batch."""
         return [(batch.segments, batch.response_mask)]
 
     def evaluate(self, params: Params, base: Frozen | None) -> Stats:
-        """The loss of the pairs that are held out, and its parts."""
+        """Returns the loss on held-out pairs, and its parts."""
         parts = [
             self._measure(
                 params,
@@ -288,7 +287,7 @@ class Learner(Task[Config]):
     def summary(
         self, before: dict[str, float], after: dict[str, float], *, session: Session
     ) -> dict[str, Any]:
-        """Every mean over what is held out, before and after."""
+        """Prints and returns every mean on the held-out data, before and after."""
         data = session.data
         report.table(
             f"{len(data.held_out)} held-out {self.called}",
@@ -301,14 +300,14 @@ class Learner(Task[Config]):
             f"held_out_{self.called}": len(data.held_out),
             "held_out_before": before,
             "held_out": after,
-            "reference_fingerprint": None,  # of a loss without a reference
+            "reference_fingerprint": None,  # the loop replaces it if there is one
         }
 
 
 def live_logprobs(
     reference: Frozen | None, *, algorithm: DPO, mesh: Mesh
 ) -> RefLogprobs:
-    """Computes them when a batch is due, on the reference's devices."""
+    """Returns a function that computes reference log-probs of one batch at a time."""
     if reference is None:
         return lambda batch: None
     on_its_mesh = sharding.on(frozen.mesh_of(reference), dpo.reference_logprobs)
@@ -336,7 +335,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "optimizer": Optimizer(learning_rate=5e-6, schedule=COSINE),
     },
 }
-"""--preset NAME: what was published, where it differs from the defaults."""
+"""--preset NAME: published settings that differ from the defaults."""
 
 
 def main(config: Config) -> None:
@@ -354,4 +353,4 @@ command = functools.partial(
     training=("method.kind", "method.beta", "reference.precompute"),
     presets=PRESETS,
 )
-"""`rlhf-jax dpo`: from a command line to a run."""
+"""`rlhf-jax dpo`: runs the command from a command line."""

@@ -1,13 +1,13 @@
 """The loop of SFT, reward model and DPO, from its config to the summary.
 
-read      the data, before a weight is read
-build     what is trained, the base under adapters, the reference
+read      the data, before any weight is read
+build     the trained parameters, the base under adapters, the reference
 rehearse  one update as shapes, before there is a run folder
 learn     one program: gradients, the optimizer
-watch     what is held out, texts, drift
+watch     held-out data, texts, drift
 end       save, evaluate, summarise
 
-What a command learns is its `Task`; nothing else here knows which one it runs.
+Everything that differs between the commands is in their `Task`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ Params = Any
 def main(task: Task[Any]) -> None:
     """Runs a task, from its config to the summary."""
     started = time.perf_counter()
-    # A resume, which may be on other devices, is compared with what was asked for.
+    # The folder records the options as given: a resume is compared with them, and may
+    # run on other devices.
     recorded = task.config
     if recorded.auto is not None:
         from rlhf_jax.train.plan import auto  # few runs ask for it
@@ -54,7 +55,7 @@ def main(task: Task[Any]) -> None:
     rows = task.read(receipts)
     if config.check_memory:
         check_memory(task, mesh=mesh)
-    # What a user may have got wrong is refused before a weight is read.
+    # Errors in the user's files are found before a weight is read.
     start, texts = task.described, {}
     data = task.encode(rows, start=start, mesh=mesh, receipts=receipts)
     if isinstance(config.watch, WatchTexts):
@@ -73,7 +74,7 @@ def main(task: Task[Any]) -> None:
     session, first = Session(start, mesh, models, data), data.batches[0]
     update = sharding.on(mesh, task.update(model=start.model, optimizer=optimizer))
     update = jax.jit(update, donate_argnums=0)
-    # What does not fit is refused here, before there is a run folder.
+    # Shapes that do not fit together fail here, before there is a run folder.
     ahead = task.rehearse(session)
     jax.eval_shape(update, initial, batch=first, base=models.base, **ahead)
     watcher = Watcher(task, session, texts=texts)
@@ -99,7 +100,7 @@ def main(task: Task[Any]) -> None:
         base, before = models.base, means(task.evaluate(initial.params, models.base))
         beside = models.beside
         with job.stage(config.stage, initial, meta=meta, beside=beside) as stage:
-            del initial  # a resumed run has its own
+            del initial  # the stage has the state, perhaps of a snapshot
             for step in stage.steps():
                 batch = data.batches[step]
                 watched = watcher.before(stage.state.params, step=step)
@@ -138,12 +139,12 @@ def main(task: Task[Any]) -> None:
 
 
 class Watcher:
-    """What a run looks at and does not train on."""
+    """Measures what a run watches but does not train on."""
 
     def __init__(
         self, task: Task[Any], session: Session, *, texts: Mapping[str, Sequences]
     ) -> None:
-        """`texts` are {name: Sequences[M, b, S]} of --texts."""
+        """Compiles nothing yet; `texts` are {name: Sequences[M, b, S]}, of --texts."""
         self._task, self._texts = task, texts
         lora, model = task.config.start.lora, session.start.model
         watch = task.config.watch
@@ -167,11 +168,11 @@ class Watcher:
             self._anchor = anchor
 
     def text_stats(self, params: Params) -> Stats:
-        """`evaluation.text_stats` of --texts."""
+        """Returns `evaluation.text_stats` of --texts."""
         return self._text_stats(params, self._texts, self._base) if self._texts else {}
 
     def before(self, params: Params, *, step: int) -> Stats:
-        """Statistics of what is trained, before it learns."""
+        """Returns statistics of the parameters before an update."""
         stats: Stats = {}
         watch, every = self._policy, self._task.config.watch.held_out_every
         if watch is not None and step % watch.eval_every == 0:
@@ -185,7 +186,7 @@ class Watcher:
         return stats
 
     def after(self, params: Params, *, step: int) -> Stats:
-        """`drift/...` of what has learned."""
+        """Returns `drift/...` of the parameters after an update."""
         watch, anchor = self._policy, self._anchor
         if watch is None or anchor is None or step % watch.drift_every:
             return {}
@@ -196,7 +197,7 @@ class Watcher:
 def tell(
     task: Task[Any], session: Session, initial: SupervisedState, *, columns: int
 ) -> None:
-    """Prints the models and the attention of a run."""
+    """Prints the models and the attention engine of a run."""
     beside = session.models.beside
     report.model_table(
         [
@@ -215,5 +216,5 @@ def tell(
 
 
 def means(stats: Stats) -> dict[str, float]:
-    """{name: its mean}, on the host."""
+    """Returns {name: mean}, on the host."""
     return {k: float(v) for k, v in jax.device_get(masked.mean_stats(stats)).items()}

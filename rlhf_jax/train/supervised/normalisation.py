@@ -1,4 +1,4 @@
-"""Which responses a reward model's scores are normalised on."""
+"""The responses on which a reward model's scores are normalised."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Samples:
 
 @dataclasses.dataclass(frozen=True)
 class Demonstrations:
-    """Mean 0 on demonstrations, by a bias alone, after training."""
+    """Mean 0 on demonstrations, by setting the bias after training."""
 
     source: str
 
@@ -36,7 +36,7 @@ class Demonstrations:
 def prompts_to_answer(
     pairs: list[Pair], *, max_new_tokens: int, start: Pretrained, receipt: Receipt
 ) -> list[Tokens]:
-    """The prompts of the pairs that leave room for a response."""
+    """Returns the prompts of pairs that leave room for a response."""
     room = start.room(max_new_tokens=max_new_tokens)
     short = [pair.prompt for pair in pairs if len(pair.prompt) <= room]
     if not short:
@@ -62,7 +62,7 @@ def demonstrations_to_score(
     batch_size: int,
     receipt: Receipt,
 ) -> tuple[list[Sequences], int]:
-    """What people wrote, in batches, and how many rows of them count."""
+    """Reads demonstrations; returns batches, and the number of rows without filling."""
     examples = encoding.encode_demonstrations(
         start.tokenizer,
         files.read_demonstrations(source, receipt=receipt),

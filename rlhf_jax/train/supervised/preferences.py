@@ -1,4 +1,4 @@
-"""The data of `rlhf-jax dpo`: pairs, or for KTO single responses with a label."""
+"""The data of `rlhf-jax dpo`: pairs, or single responses with a label (KTO)."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preferences:
-    """What is learned."""
+    """The preference pairs or labelled responses of DPO."""
 
     data: str
-    """Preference pairs, or with --kind kto responses with a label: JSONL, or
-    hf:NAME:SPLIT."""
+    """Preference pairs: JSONL, or hf:NAME:SPLIT. With --kind kto rows may also be
+    responses with a label."""
     max_length: int | None = None
     """Longest prompt with its response, tokens; None is the model's context."""
     overlong: Literal["error", "drop"] = "error"
-    """Treatment of longer pairs: an error, or drop them."""
+    """Treatment of longer pairs: error stops, drop leaves them out."""
     blank: Blank = "error"
-    """Treatment of pairs in which a response is nothing but white space: an error, or
-    drop them."""
+    """Treatment of pairs with a response of white space only: error stops, drop leaves
+    them out."""
     row_width: int | None = None
-    """Width of a row that packs pairs, tokens; None is one row per pair."""
+    """Width of rows into which pairs are packed, tokens. None is one row per pair."""
 
     def __post_init__(self) -> None:
         checks.positive(row_width=self.row_width)
 
 
 class Packed(NamedTuple):
-    """One side of the data, trained on or held out."""
+    """The training data or the held-out data, packed."""
 
     rows: list[PackedRow]
-    digested: Sequence[Pair | Labelled]  # what a resumed run must find again
-    labels: list[bool] | None  # of KTO's texts
+    digested: Sequence[Pair | Labelled]  # a resumed run must read the same
+    labels: list[bool] | None  # one per text of KTO
 
 
 def read(
     options: Preferences, *, labelled: bool, receipt: Receipt | None = None
 ) -> list[Row]:
-    """The rows of --data, before a model is loaded.
+    """Reads the rows of --data, before a model is loaded.
 
     Args:
-      labelled: whether they are responses with a label, as KTO reads them.
+      labelled: whether rows are responses with a label, for KTO.
     """
     read_file = unpaired.read_labelled if labelled else files.read_preferences
     return read_file(options.data, blank=options.blank, receipt=receipt)
@@ -68,7 +68,7 @@ def encode(
     start: Pretrained,
     receipt: Receipt | None = None,
 ) -> tuple[Packed, Packed]:
-    """(what is trained on, what is held out), packed into rows."""
+    """Returns the training data and the held-out data, packed into rows."""
     options = config.data
     limits: Any = {
         "max_length": start.limit(options.max_length),

@@ -8,12 +8,12 @@ that share their beginning, as in hh-rlhf; messages go through the tokenizer's c
 template. A fresh head on the trunk of --model learns the pairs by the Bradley-Terry
 loss. Before and after training, scores are normalised to mean 0 and standard deviation
 1 on responses that --model, the reference of PPO, samples to the prompts of the pairs.
-With --normalise demonstrations,source=FILE a bias alone sets the mean to 0
-on demonstrations, after training. OUT/model is a Hugging Face checkpoint (sequence
+With --normalise demonstrations,source=FILE only a bias is set, after training, so that
+the mean on demonstrations is 0. OUT/model is a Hugging Face checkpoint (sequence
 classification with one label) for `rlhf-jax ppo --reward-model`.
 
---lora 16 trains adapters and the head over a frozen base, and writes OUT/adapter for
-PEFT too. Without it one device holds the parameters in float32 four times over (GPT-2
+--lora 16 trains adapters and the head over a frozen base, and also writes OUT/adapter
+for PEFT. Without it one device holds the parameters in float32 four times (GPT-2
 small: 2 GiB). Fewer than about 2,000 pairs leave the accuracy near chance: on top of
 the second model of `rlhf-jax sft`, the 730 pairs of hh-rlhf (harmless, first 1,800)
 that fit into its context take about a minute on 2 laptop cores and give 0.48 on the 73
@@ -74,30 +74,32 @@ Params = Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """What is learned."""
+    """The preference pairs of a reward model."""
 
     data: str
     """Preference pairs: JSONL, or hf:NAME:SPLIT."""
     margin_field: str | None = None
-    """Field of --data with the margin by which the chosen response must win; None has
+    """Field of a row with the margin by which the chosen response must win; None has
     no margin."""
     max_length: int | None = None
     """Longest prompt with its response, tokens; None is the model's context."""
     overlong: Literal["error", "drop"] = "error"
-    """Treatment of longer pairs and demonstrations: an error, or drop them."""
+    """Treatment of longer pairs and demonstrations: error stops, drop leaves them
+    out."""
     buckets: tuple[int, ...] | None = None
-    """Widths to which a batch may be padded, tokens; None is the longest pair."""
+    """Widths to which batches are padded, tokens; None pads all to the longest pair."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method(MicroBatches):
-    """How scores are learned."""
+    """How scores are learned and normalised."""
 
     normalise: Samples | Demonstrations | None = Samples()
-    """Responses on which scores are normalised: samples of --model to mean 0 and
-    standard deviation 1, where num_samples= (in whole batches), max_new_tokens= and
-    temperature= (that of PPO) may follow; demonstrations,source=FILE, as `rlhf-jax sft`
-    reads them, to mean 0; None does not normalise."""
+    """Responses on which scores are normalised: samples, demonstrations,source=FILE, or
+    None. Samples of --model set mean 0 and standard deviation 1, with options
+    num_samples= (in whole batches), max_new_tokens= and temperature= (that of PPO).
+    Demonstrations in the format of `rlhf-jax sft` set mean 0. None does not
+    normalise."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,15 +110,15 @@ class Config(SupervisedConfig):
     start: Annotated[Start, FLAT]
     """The model that is trained."""
     data: Annotated[Pairs, FLAT]
-    """What is learned."""
+    """The preference pairs."""
     method: Annotated[Method, FLAT] = Method()
-    """How scores are learned."""
+    """How scores are learned and normalised."""
     optimizer: Annotated[Optimizer, FLAT] = Optimizer(learning_rate=1e-5)
-    """How parameters follow their gradients."""
+    """How parameters are updated from their gradients."""
 
 
 class RewardModel(Task[Config]):
-    """Pairs -> a scorer: a head on the trunk of --model."""
+    """Trains a reward model, a head on the trunk of --model, from pairs."""
 
     role, option = "reward model", "--reward-model"
     called = "pairs"
@@ -124,10 +126,10 @@ class RewardModel(Task[Config]):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        # Of seed, as `trained` and the samples take it.
+        # `trained` takes the first key, the samples the second.
         self._head_key, self._sample_key = jax.random.split(jax.random.key(config.seed))
-        self._prompts: Batches[Prompts] | None = None  # to sample from
-        self._texts: Sequence[Sequences | Rollout] = ()  # to normalise on
+        self._prompts: Batches[Prompts] | None = None  # of the samples
+        self._texts: Sequence[Sequences | Rollout] = ()  # scores are normalised on them
         self._num_texts = 0
         self._untrained: np.ndarray | None = None
         self._scores: np.ndarray | None = None
@@ -138,7 +140,7 @@ class RewardModel(Task[Config]):
         return isinstance(self.config.method.normalise, Samples)
 
     def read(self, receipts: Receipts) -> list[Row]:
-        """The pairs."""
+        """Reads the pairs."""
         path = self.config.data.data
         self._receipt = receipts.source("--data", path, called="pairs")
         return files.read_preferences(path, receipt=self._receipt)
@@ -146,7 +148,7 @@ class RewardModel(Task[Config]):
     def encode(
         self, rows: list[Row], *, start: Pretrained, mesh: Mesh, receipts: Receipts
     ) -> Data:
-        """Batches of pairs, and what scores are normalised on."""
+        """Encodes the pairs, and the prompts or texts for normalising the scores."""
         config, data, receipt = self.config, self.config.data, self._receipt
         everything = encoding.encode_preferences(
             start.tokenizer,
@@ -204,7 +206,7 @@ class RewardModel(Task[Config]):
         return Data(preferences, pairs, self._held_out)
 
     def trained(self, start: Pretrained, key: Array) -> Params:
-        """A fresh head, on the trunk or on adapters over it."""
+        """Makes a fresh head, on the trunk or on adapters over it."""
         del key
         lora, model = self.config.start.lora, start.model
         if lora is not None:
@@ -214,7 +216,7 @@ class RewardModel(Task[Config]):
     def update(
         self, *, model: ModelConfig, optimizer: Transformation
     ) -> Callable[..., Any]:
-        """The Bradley-Terry loss, one optimizer step."""
+        """Returns one optimizer step on the Bradley-Terry loss."""
         return functools.partial(
             reward_model.update,
             model=model,
@@ -245,7 +247,7 @@ class RewardModel(Task[Config]):
                     temperature=samples.temperature,
                 )
             )
-            assert self._prompts is not None  # of `encode`
+            assert self._prompts is not None  # after `encode`
             first, key = self._prompts[0], self._sample_key
             jax.eval_shape(self._sample, start.params, prompts=first, key=key)
         return {}
@@ -253,11 +255,11 @@ class RewardModel(Task[Config]):
     def prepare(
         self, initial: SupervisedState, *, session: Session, job: run.Run
     ) -> tuple[SupervisedState, Models]:
-        """Samples, and normalises the scores of the samples."""
+        """Samples responses, and normalises the untrained scores on them."""
         del job
         base = session.models.base
         if isinstance(samples := self.config.method.normalise, Samples):
-            assert self._prompts is not None  # of `encode`
+            assert self._prompts is not None  # after `encode`
             count = -(-samples.num_samples // self.config.batch.batch_size)
             self._num_texts = count * self.config.batch.batch_size
             self._texts = [
@@ -274,12 +276,12 @@ class RewardModel(Task[Config]):
         return initial, session.models
 
     def texts(self, batch: Preferences) -> list[Masks]:
-        """Both sides of a batch."""
+        """Returns the masks of both sides of a batch."""
         sides = (batch.chosen, batch.rejected)
         return [(side.mask, side.response_mask) for side in sides]
 
     def evaluate(self, params: Params, base: Frozen | None) -> Stats:
-        """The share of held-out pairs whose chosen side scores higher."""
+        """Returns the share of held-out pairs whose chosen response scores higher."""
         pairs = self._held_out
         if not pairs:
             return {}
@@ -299,14 +301,14 @@ class RewardModel(Task[Config]):
     def save(
         self, trained: Params, *, session: Session, to: Path
     ) -> tuple[Params, Frozen | None]:
-        """Writes OUT/model, normalised as it is written, and OUT/adapter."""
+        """Normalises the scores, and writes OUT/model and OUT/adapter."""
         start, base, lora = session.start, session.models.base, self.config.start.lora
         params = trained
         if base is not None and lora is not None:
             params = merge(
                 frozen.read(base), trained, lora=lora, rounded_to=start.save_dtype
             )
-            trunk = params["trunk"]  # of a decoder, whose head scores do not read
+            trunk = params["trunk"]  # saved without the output head
             parts = {name: trunk[name] for name in ("embed", "layers", "final_norm")}
             params = params | {"trunk": parts}
         params = hf.rounded_reward(params, dtype=start.save_dtype)
@@ -345,7 +347,7 @@ class RewardModel(Task[Config]):
     def summary(
         self, before: dict[str, float], after: dict[str, float], *, session: Session
     ) -> dict[str, Any]:
-        """The held-out accuracy, and the scores before they were normalised."""
+        """Prints and returns the held-out accuracy, and scores before normalising."""
         count, accuracy = len(session.data.held_out), after.get("accuracy")
         shown = [(f"accuracy on {count} held-out pairs", accuracy)] if count else []
         summary: dict[str, Any] = {
@@ -356,9 +358,9 @@ class RewardModel(Task[Config]):
         kind = "samples" if self.samples else "demonstrations"
         for when, scores in (("untrained", self._untrained), ("trained", self._scores)):
             if scores is not None:
-                of = f"of {self._num_texts} {kind}, {when}, before normalising"
+                which = f"of {self._num_texts} {kind}, {when}, before normalising"
                 mean, std = float(scores.mean()), float(scores.std())
-                shown += [(f"mean {of}", mean), (f"standard deviation {of}", std)]
+                shown += [(f"mean {which}", mean), (f"standard deviation {which}", std)]
                 summary |= {f"{when}_mean": mean, f"{when}_std": std}
         if shown:
             report.table("Reward model", ("", "value"), shown)
@@ -367,7 +369,7 @@ class RewardModel(Task[Config]):
     def _scores_of(
         self, params: Params, base: Frozen | None, texts: Sequence[Sequences | Rollout]
     ) -> np.ndarray:
-        """f32[N], a score per text; batches may be filled up beyond what counts."""
+        """Returns f32[N], a score per text, filling of the last batch included."""
         scores = [self._score(params, base, text) for text in texts]
         return np.concatenate(processes.whole(scores))
 
@@ -385,4 +387,4 @@ command = functools.partial(
     first=("data.overlong", "watch.held_out"),
     training=("method.normalise",),
 )
-"""`rlhf-jax reward-model`: from a command line to a run."""
+"""`rlhf-jax reward-model`: runs the command from a command line."""

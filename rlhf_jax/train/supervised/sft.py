@@ -1,22 +1,22 @@
-"""Supervised fine-tuning on your own texts, from a checkpoint or from nothing.
+"""Supervised fine-tuning on your own texts, of a checkpoint or a fresh model.
 
     rlhf-jax sft --model gpt2 --data demonstrations.jsonl --out runs/sft
     rlhf-jax sft --tokenizer gpt2 --data book.txt --learning-rate 1e-3 \\
         --schedule cosine,warmup=0.05 --num-steps 160 --out runs/fresh
 
---data holds {"prompt": ..., "response": ...} per line, of which the responses are
-learned, or, as a .txt file, plain text that is cut into blocks. A prompt may be a list
-of messages, and {"messages": [...]} a conversation whose last turn is learned: both are
-written by the tokenizer's chat template. {"prompt": ..., "turns": [...]} is an episode
-of responses and observations in turn, of which the responses are learned. --row-width
-packs examples into rows, where one text does not see another. OUT/model is a Hugging
-Face checkpoint with its tokenizer, for `rlhf-jax reward-model` and `rlhf-jax ppo`.
+A line of --data is {"prompt": ..., "response": ...}, of which the response is learned;
+a .txt file is plain text that is cut into blocks. A prompt may be a list of messages,
+and {"messages": [...]} is a conversation whose last turn is learned: both go through
+the tokenizer's chat template. {"prompt": ..., "turns": [...]} is an episode of
+alternating responses and observations, of which the responses are learned. --row-width
+packs examples into rows, where no text attends to another. OUT/model is a Hugging Face
+checkpoint with its tokenizer, for `rlhf-jax reward-model` and `rlhf-jax ppo`.
 
---lora 16 trains adapters over a frozen base, and writes OUT/adapter for PEFT too.
-Without it one device holds the parameters in float32 four times over (GPT-2 small: 2
-GiB). The second command, a fresh model of 7.2 million parameters on tiny Shakespeare,
-takes about 5 minutes on 2 laptop cores and brings the held-out loss from 10.8 to 5.9
-nats per token.
+--lora 16 trains adapters over a frozen base, and also writes OUT/adapter for PEFT.
+Without it one device holds the parameters in float32 four times (GPT-2 small: 2 GiB).
+The second command, a fresh model of 7.2 million parameters on tiny Shakespeare, takes
+about 5 minutes on 2 laptop cores and brings the held-out loss from 10.8 to 5.9 nats per
+token.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Start(Trained):
     """The model that is trained, a checkpoint or a fresh one."""
 
     model: str | None = None
-    """Model to start from, a checkpoint folder or hub id; None is a fresh model of
+    """Model to train, a checkpoint folder or hub id; None makes a fresh model of
     GPT-2's architecture."""
     fresh_hidden_size: int = 128
     """Width of a fresh model."""
@@ -91,9 +91,9 @@ class Start(Trained):
                 "leave --lora out, or name a checkpoint"
             )
         shape = [f for f in dataclasses.fields(self) if f.name.startswith("fresh_")]
-        given = [f.name for f in shape if getattr(self, f.name) != f.default]
-        if self.model is not None and given:
-            names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        changed = [f.name for f in shape if getattr(self, f.name) != f.default]
+        if self.model is not None and changed:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in changed)
             yield (
                 f"{names}: expected a fresh model, got --model {self.model}, which has "
                 f"a shape of its own; leave out one or the other"
@@ -102,13 +102,14 @@ class Start(Trained):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Watch(WatchPolicy):
-    """What a run looks at."""
+    """Texts, held-out examples and alarms of SFT."""
 
     held_out: float = 0.05
     """Share of the examples that is held out to measure the loss; 0 holds out none."""
     held_out_by: Literal["prompt", "row"] = "prompt"
-    """What is held out: prompts with all their examples, so that none is also trained
-    on, or examples whatever their prompt (episodes that all begin alike)."""
+    """Unit that is held out: prompt holds out all examples of a prompt, so that no
+    prompt is also trained on; row holds out single examples (for episodes that all
+    begin alike)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,39 +120,39 @@ class Config(SupervisedConfig):
     start: Annotated[Start, FLAT]
     """The model that is trained."""
     data: Annotated[Demonstrations, FLAT]
-    """What is learned."""
+    """The demonstrations or text."""
     method: Annotated[MicroBatches, FLAT] = MicroBatches()
-    """How the rows of an update are cut."""
+    """How the rows of an update are split."""
     optimizer: Annotated[Optimizer, FLAT] = Optimizer(learning_rate=1e-4)
-    """How parameters follow their gradients."""
+    """How parameters are updated from their gradients."""
     watch: Annotated[Watch, FLAT] = Watch()
-    """What is measured and not trained on."""
+    """What is measured but not trained on."""
 
 
 class SFT(Task[Config]):
-    """Demonstrations or text -> a policy."""
+    """Trains a policy from demonstrations or text."""
 
     called = "demonstrations"
 
     def read(self, receipts: Receipts) -> Any:
-        """Rows of demonstrations, or a text."""
+        """Reads rows of demonstrations, or a text."""
         data = self.config.data
         self._receipt = receipts.source("--data", data.data)
         return demonstrations.read(data, receipt=self._receipt)
 
     @functools.cached_property
     def described(self) -> Pretrained:
-        """--model by its small files, or a fresh model's shape."""
+        """--model, or a fresh model, without parameters."""
         if self.config.start.model is None:
             return fresh(self.config.start)
         return super().described
 
     def row_columns(self, start: Pretrained) -> int:
-        """Tokens of an example, or of a row that packs some."""
+        """Returns the most tokens of an example, or of a packed row."""
         return self.config.data.widest or super().row_columns(start)
 
     def load(self, mesh: Mesh) -> Pretrained:
-        """--model, or a fresh model of the tokenizer's vocabulary."""
+        """Loads --model, or initialises a fresh model of the tokenizer's vocabulary."""
         options = self.config.start
         if options.model is not None:
             return super().load(mesh)
@@ -166,7 +167,7 @@ class SFT(Task[Config]):
     def encode(
         self, rows: Any, *, start: Pretrained, mesh: Mesh, receipts: Receipts
     ) -> Data:
-        """Rows of one example, or of as many as fit."""
+        """Encodes rows of one example, or of as many examples as fit."""
         del receipts
         config, receipt = self.config, self._receipt
         examples = demonstrations.encode(
@@ -198,7 +199,7 @@ class SFT(Task[Config]):
     def update(
         self, *, model: ModelConfig, optimizer: Transformation
     ) -> Callable[..., Any]:
-        """Cross-entropy of the responses, one optimizer step."""
+        """Returns one optimizer step on the cross-entropy of the responses."""
         return functools.partial(
             sft.update,
             model=model,
@@ -208,31 +209,31 @@ class SFT(Task[Config]):
         )
 
     def rehearse(self, session: Session) -> dict[str, Any]:
-        """Makes the program that measures what is held out."""
+        """Makes the program of the held-out loss."""
         lora, model = self.config.start.lora, session.start.model
 
         def loss(params: Params, base: Frozen | None, batch: Sequences) -> Stats:
             params = adapted_params(params, base=base, lora=lora)
-            one = jnp.float32(1.0)  # the weight of the stats says how many there are
+            one = jnp.float32(1.0)  # the weights of the statistics count the tokens
             return sft.loss(params, batch, model=model, num_tokens=one)[1]
 
         self._loss = jax.jit(sharding.on(session.mesh, loss))
         return {}
 
     def texts(self, batch: Sequences) -> list[Masks]:
-        """What a batch holds."""
+        """Returns the masks of the one text array of a batch."""
         which = batch.mask if batch.segments is None else batch.segments
         return [(which, batch.response_mask)]
 
     def evaluate(self, params: Params, base: Frozen | None) -> Stats:
-        """The cross-entropy of the examples that are held out, nats per token."""
+        """Returns the cross-entropy of the held-out examples, nats per token."""
         parts = [self._loss(params, base, batch) for batch in self._held_out]
         return functools.reduce(masked.add_stats, parts) if parts else {}
 
     def summary(
         self, before: dict[str, float], after: dict[str, float], *, session: Session
     ) -> dict[str, Any]:
-        """The held-out loss before and after."""
+        """Prints and returns the held-out loss before and after."""
         name, count = "loss/language_model", len(session.data.held_out)
         report.table(
             "Loss [nats per token]",
@@ -247,7 +248,7 @@ class SFT(Task[Config]):
 
 
 def fresh(options: Start) -> Pretrained:
-    """A model of the tokenizer's vocabulary, without parameters."""
+    """Returns a fresh model of the tokenizer's vocabulary, without parameters."""
     assert options.tokenizer is not None  # checked by Start
     with located("--tokenizer", hub.NoCheckpoint):
         tokenizer = tokenization.load_tokenizer(options.tokenizer)
@@ -279,7 +280,7 @@ def split(
     *,
     receipt: Receipt | None = None,
 ) -> tuple[list[Text], list[Text]]:
-    """What is trained on, and what is held out."""
+    """Splits examples into those that are trained on and those that are held out."""
     return splits.hold_out(
         examples,
         share=config.watch.held_out,
@@ -292,7 +293,7 @@ def split(
 
 
 def no_prompt(start: Pretrained) -> Tokens:
-    """The tokens of an empty prompt, for instance BOS."""
+    """Returns the tokens of an empty prompt, for instance BOS."""
     (tokens,) = start.contract.prompts([Question("")])
     return tokens
 
@@ -309,4 +310,4 @@ command = functools.partial(
     description=__doc__,
     first=("data.row_width", "watch.held_out"),
 )
-"""`rlhf-jax sft`: from a command line to a run."""
+"""`rlhf-jax sft`: runs the command from a command line."""

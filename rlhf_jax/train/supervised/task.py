@@ -1,4 +1,4 @@
-"""What a supervised command learns: its data, its loss, and what it leaves behind."""
+"""The interface of a supervised command: its data, its loss, and what it saves."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ Config = TypeVar("Config", bound=SupervisedConfig)
 
 
 class Data(NamedTuple):
-    """What a run reads, as its loop takes it."""
+    """The data of a run, as its loop takes it."""
 
     batches: Batches[Any]
-    trained_on: Sequence[Any]  # a resumed run must find the same
+    trained_on: Sequence[Any]  # digested: a resumed run must read the same
     held_out: Sequence[Any]
 
 
@@ -44,12 +44,12 @@ class Data(NamedTuple):
 class Models:
     """The frozen models of a run."""
 
-    base: Frozen | None  # that adapters adapt
-    reference: Frozen | None  # the base where that is the reference
+    base: Frozen | None  # the base model under LoRA adapters
+    reference: Frozen | None  # may be the base
 
     @property
     def beside(self) -> dict[str, Frozen]:
-        """Frozen models by their names in snapshots."""
+        """The frozen models by their names in snapshots."""
         models = {} if self.base is None else {"base": self.base}
         if self.reference is not None and self.reference is not self.base:
             models["reference"] = self.reference
@@ -57,7 +57,7 @@ class Models:
 
 
 class Session(NamedTuple):
-    """What a task's programs and its end need to know of the run."""
+    """The parts of a run that the methods of a task need."""
 
     start: Pretrained
     mesh: Mesh
@@ -66,12 +66,12 @@ class Session(NamedTuple):
 
 
 class Task(abc.ABC, Generic[Config]):
-    """What a command learns: its data, its loss, and what it leaves behind."""
+    """The data, the loss, the evaluation and the saving of a supervised command."""
 
-    called: str  # what the data is made of
-    role: ClassVar[str] = "policy"  # of what is trained
-    option: ClassVar[str] = "--model"  # by which the next command takes OUT/model
-    texts_per_row: ClassVar[int] = 1  # of a batch, that models read one by one
+    called: str  # name of the examples, such as "pairs"
+    role: ClassVar[str] = "policy"  # role of the trained model
+    option: ClassVar[str] = "--model"  # option of the next command for OUT/model
+    texts_per_row: ClassVar[int] = 1  # texts of a row that models read separately
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -83,19 +83,19 @@ class Task(abc.ABC, Generic[Config]):
 
     @abc.abstractmethod
     def read(self, receipts: Receipts) -> Any:
-        """The rows of --data, before a model is loaded."""
+        """Reads the rows of --data, before a model is loaded."""
 
     @functools.cached_property
     def described(self) -> Pretrained:
-        """--model by its small files, without parameters."""
+        """--model, read from its config and tokenizer, without parameters."""
         return pretrained.described(self._path, tokenizer=self.config.start.tokenizer)
 
     def row_columns(self, start: Pretrained) -> int:
-        """Tokens that models may read at a time, of a row of a batch."""
+        """Returns the most tokens of a row that models read at a time."""
         return start.limit(self.config.data.max_length)
 
     def load(self, mesh: Mesh) -> Pretrained:
-        """--model with its parameters."""
+        """Loads --model with its parameters."""
         start = self.config.start
         return load_start(
             self._path,
@@ -114,10 +114,10 @@ class Task(abc.ABC, Generic[Config]):
     def encode(
         self, rows: Any, *, start: Pretrained, mesh: Mesh, receipts: Receipts
     ) -> Data:
-        """The rows as batches."""
+        """Encodes the rows as batches."""
 
     def trained(self, start: Pretrained, key: Array) -> Params:
-        """What is trained, as it is before the first update."""
+        """Returns the trained parameters before the first update."""
         lora = self.config.start.lora
         if lora is None:
             return start.params
@@ -126,47 +126,47 @@ class Task(abc.ABC, Generic[Config]):
     def reference(
         self, start: Pretrained, *, base: Frozen | None, mesh: Mesh, load: Load
     ) -> Frozen | None:
-        """The frozen model that the loss reads; None of a loss without one."""
+        """Returns the frozen model that the loss reads, or None."""
         del start, base, mesh, load
         return None
 
     @abc.abstractmethod
     def update(self, *, model: ModelConfig, optimizer: Optimizer) -> Callable[..., Any]:
-        """(state, batch=, base=, and what `inputs` has) -> (state, stats)."""
+        """Returns a function (state, batch=, base=, **inputs) -> (state, stats)."""
 
     def rehearse(self, session: Session) -> dict[str, Any]:
-        """Makes the programs; the shapes of what `inputs` will have for a batch."""
+        """Makes the programs; returns arrays with the shapes of `inputs`."""
         del session
         return {}
 
     def prepare(
         self, initial: SupervisedState, *, session: Session, job: run.Run
     ) -> tuple[SupervisedState, Models]:
-        """What precedes the first update, in the run folder."""
+        """Prepares the first update, once there is a run folder."""
         del job
         return initial, session.models
 
     def inputs(self, batch: Any) -> dict[str, Any]:
-        """What frozen models say of a batch, by the names that `update` takes."""
+        """Returns further arguments of `update`, computed by frozen models."""
         del batch
         return {}
 
     @abc.abstractmethod
     def texts(self, batch: Any) -> list[Masks]:
-        """(segments or mask, response tokens) of what a batch holds."""
+        """Returns (segments or mask, response mask) of each text array of a batch."""
 
     def columns(self, batch: Any) -> int:
-        """Tokens of a row of a batch."""
+        """Returns the number of columns of a batch."""
         return self.texts(batch)[0][1].shape[1]
 
     @abc.abstractmethod
     def evaluate(self, params: Params, base: Frozen | None) -> Stats:
-        """What is held out, under the parameters; empty without any."""
+        """Evaluates parameters on the held-out data; empty if there is none."""
 
     def save(
         self, trained: Params, *, session: Session, to: Path
     ) -> tuple[Params, Frozen | None]:
-        """Writes OUT/model, and OUT/adapter; what was written, and its base."""
+        """Writes OUT/model and OUT/adapter; returns the parameters and their base."""
         pretrained.save(
             to,
             trained,
@@ -181,4 +181,4 @@ class Task(abc.ABC, Generic[Config]):
     def summary(
         self, before: dict[str, float], after: dict[str, float], *, session: Session
     ) -> dict[str, Any]:
-        """Prints the table of the end; its figures for summary.json."""
+        """Prints the final table; returns its figures for summary.json."""

@@ -1,1 +1,1 @@
-"""What a run measures and does not train on, for any method."""
+"""What a run measures but does not train on, for any method."""

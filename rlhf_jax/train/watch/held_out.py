@@ -1,4 +1,4 @@
-"""--held-out: prompts that are never trained on, and what the policy makes of them."""
+"""--held-out: scores of the policy on prompts that it is never trained on."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 Array = jax.Array
 Params = Any
 HostArray = Any
-Scored = dict[str, HostArray]  # f32[B] each: TOTAL, and what the scores are made of
+Scored = dict[str, HostArray]  # f32[B] each: TOTAL, and the parts of the scores
 TOTAL = "score"
-IN_SUMMARY = {  # where the name is not that of the metric
+IN_SUMMARY = {  # names in the summary that differ from that of the metric
     "eval/greedy_score": "held_out_score",
     f"eval/{TOTAL}": "held_out_sampled_score",
 }
@@ -54,16 +54,16 @@ class HeldOut:
         """Compiles nothing yet.
 
         Args:
-          episodes: makes what draws episodes of some rows; None draws responses.
+          episodes: makes the sampler of episodes of some rows, or None for responses.
         """
-        share = row_sharding.row_share(mesh)  # of rows, which divides every batch
+        share = row_sharding.row_share(mesh)  # its count must divide every batch
         whole = -(-len(data.rows) // share.count) * share.count
         self._size = size = min(config.batch.batch_size, whole)
         self._data, self._mesh = data, mesh
         self._of_teacher = data.teacher_prompts(pad_id=start.pad_id)
         self._samples = config.watch.held_out_samples
         named = [f"reward/{reward.name}" for reward in config.rewards.rewards]
-        self._solving = {TOTAL, *named}  # scores that are above 0 for solved rows
+        self._solving = {TOTAL, *named}  # scores above 0 mean that a row is solved
         self._rewards = rewards(rows=data.rows, prompts=data.written_prompts)
         self._episodes = {
             greedy: episodes(data, rows=size, greedy=greedy) for greedy in (True, False)
@@ -76,19 +76,19 @@ class HeldOut:
     def __call__(
         self, policy: Params, *, programs: Programs, reference: Frozen | None
     ) -> Stats:
-        """Statistics of greedy responses, and of drawn ones where there are some.
+        """Returns statistics of greedy responses, and of samples if there are any.
 
         Args:
-          reference: of the KL of drawn responses; None takes none.
+          reference: for the KL of samples; None measures none.
 
         Returns:
-          `eval/greedy_score`, the mean score of the likeliest responses. With samples
-          `eval/score`, their mean score; `eval/pass_at_k`, the share of rows of whose k
-          samples one scores above 0; `eval/kl`, k1 to the reference, nats per response;
-          and `eval/length`, tokens. `eval/greedy_reward/NAME`, `eval/reward/NAME`:
-          the means of every part of the scores: the rewards of --rewards, before their
-          weights, which have `eval/pass_at_k_reward/NAME` too, and what each counts, as
-          `eval/reward/refused`.
+          `eval/greedy_score`, the mean score of greedy responses. With samples
+          `eval/score`, their mean score; `eval/pass_at_k`, the share of rows with a
+          score above 0 among k samples; `eval/kl`, k1 to the reference, nats per
+          response; and `eval/length`, tokens. `eval/greedy_reward/NAME` and
+          `eval/reward/NAME` are the means of every part of the scores: the rewards of
+          --rewards without their weights, which also have
+          `eval/pass_at_k_reward/NAME`, and their counts, as `eval/reward/refused`.
         """
         greedy = [scored for _, scored in self._drawn(policy, programs, greedy=True)]
         stats: Stats = {
@@ -135,15 +135,15 @@ class HeldOut:
     def summary(
         self, when: str, policy: Params, programs: Programs, reference: Frozen | None
     ) -> dict[str, float]:
-        """An evaluation for the summary."""
+        """Evaluates the policy, and returns the figures for the summary."""
         return of_held_out(self(policy, programs=programs, reference=reference), when)
 
     def _drawn(
         self, policy: Params, programs: Programs, *, greedy: bool, sample: int = 0
     ) -> Iterator[tuple[Rollout, Scored]]:
-        """Rollouts of all rows, batch by batch, with their scores on the host.
+        """Yields rollouts of all rows, batch by batch, with their scores on the host.
 
-        Verifiers work on one batch while the next is drawn.
+        Verifiers score one batch while the next is drawn.
         """
         episodes, waiting = self._episodes[greedy], None
         for number in range(-(-len(self._data.rows) // self._size)):
@@ -151,7 +151,6 @@ class HeldOut:
             if sample:
                 shifted = np.asarray(prompts.sample) + sample
                 prompts = dataclasses.replace(prompts, sample=shifted)
-            # Greedy responses need no key; draws are the same in every evaluation.
             prompts = row_sharding.put_rows(prompts, mesh=self._mesh)
             if episodes is None:
                 rollout = programs.respond(
@@ -169,7 +168,7 @@ class HeldOut:
         if waiting is not None:
             yield self._scored(*waiting)
         if episodes is not None:
-            episodes.free()  # of its cache, until the next evaluation
+            episodes.free()  # the cache, until the next evaluation
 
     def _scored(self, rollout: Rollout, early: Any) -> tuple[Rollout, Scored]:
         output = self._rewards.finish(rollout, early())
@@ -181,12 +180,12 @@ class HeldOut:
         return rollout, {name: processes.whole(x) for name, x in arrays.items()}
 
     def _of_rows(self, parts: list[HostArray]) -> HostArray:
-        """One number per row: the last batch is filled with rows of the first ones."""
+        """Returns one number per row; the last batch repeats rows of the first."""
         return np.concatenate(parts)[: len(self._data.rows)]
 
 
 def _kl(rollout: Rollout, ref_logprobs: Array) -> Array:
-    """Σ_t log π - log π_ref of each response, f32[B], nats."""
+    """Returns Σ_t log π - log π_ref of each response, f32[B], nats."""
     distance = jnp.where(rollout.response_mask, rollout.old_logprobs - ref_logprobs, 0)
     return distance.sum(axis=1)
 
@@ -196,7 +195,7 @@ def _mean(numbers: HostArray) -> tuple[Array, Array]:
 
 
 def of_held_out(stats: Stats, when: str) -> dict[str, float]:
-    """Evaluations for the summary: held_out_score_before and so on."""
+    """Renames an evaluation for the summary, as held_out_score_before."""
     means = {name: float(value) for name, value in masked.mean_stats(stats).items()}
     return {
         f"{IN_SUMMARY.get(name, name.replace('eval/', 'held_out_'))}_{when}": mean

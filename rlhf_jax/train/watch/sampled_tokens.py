@@ -1,4 +1,4 @@
-"""Sampled responses token by token, as the rows of samples.jsonl have them."""
+"""Sampled responses token by token, for the rows of samples.jsonl."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlhf_jax.roles.rewards import transcripts
 Array = jax.Array
 Params = Any
 
-DIGITS = 4  # of a log-prob, nats: more would only make the file larger
+DIGITS = 4  # decimals of a log-prob, nats; more would only enlarge the file
 
 
 def columns(
@@ -29,18 +29,19 @@ def columns(
     ref_logprobs: Array | None,
     decode: Callable[[list[int]], str],
 ) -> list[dict[str, Any]]:
-    """What each response is made of, one entry per response token.
+    """Returns the tokens and log-probs of each response, one entry per token.
 
         {"tokens": ["It", " is"], "logprobs": [-0.5, -1.2], "ref_logprobs": [-0.5, -2]}
 
-    The pieces of `tokens` together are the response. With observed tokens they are all
-    that follows the prompt, and an observed one has no log-probs:
+    The pieces of `tokens` join to the response. In an episode they include observed
+    tokens, which have no log-probs:
 
         {"tokens": ["It", " was", "?"], "logprobs": [-0.5, null, -1.2],
          "observed": [false, true, false]}
 
-    The arrays, Rollout[B, S] and f32[B, S] in nats, are those that the step has, on the
-    host: nothing is computed on a device. Without ref_logprobs a row has none.
+    Args:
+      rollout: Rollout[B, S], on the host.
+      logprobs, ref_logprobs: f32[B, S], nats, on the host; None leaves them out.
     """
     arrays = {"logprobs": logprobs}
     if ref_logprobs is not None:
@@ -74,16 +75,17 @@ def likeliest(
     temperature: float,
     count: int,
 ) -> tuple[Array, Array, Array]:
-    """The k tokens that the policy finds likeliest at each place; a row at a time.
+    """Returns the policy's k likeliest tokens at each position; a row at a time.
 
     Args:
       params, ref_params: decoders of one shape, stored in any way.
       tokens: i32[n, S]. mask: bool[n, S].
       temperature: divides the logits of both.
+      count: k.
 
     Returns:
-      ids i32[n, S, k], the likeliest first, and f32[n, S, k] log π and log π_ref, nats;
-      entry t is in the place of tokens[:, t], and of column 0 none has a meaning.
+      ids i32[n, S, k], the likeliest first, and f32[n, S, k] log π and log π_ref, nats.
+      Column t has alternatives to tokens[:, t]; column 0 has no meaning.
     """
 
     def of_row(row: tuple[Array, Array]) -> tuple[Array, Array, Array]:
@@ -111,10 +113,13 @@ def alternatives(
     *,
     decode: Callable[[list[int]], str],
 ) -> list[list[list[list[Any]]]]:
-    """Per entry of `columns` of each row [[text, log π, log π_ref], ...].
+    """Returns [[text, log π, log π_ref], ...] for each token of each row of `columns`.
 
-    An observed token has none: the policy drew nothing there. Rollout[n, S] and
-    `likely`, of `likeliest`, are on the host.
+    Observed tokens have no alternatives, as the policy did not draw them.
+
+    Args:
+      rollout: Rollout[n, S], on the host.
+      likely: the result of `likeliest`, on the host.
     """
     records = []
     sampled = np.asarray(rollout.response_mask)
@@ -138,5 +143,5 @@ def alternatives(
 
 
 def rounded(numbers: Any) -> list[float]:
-    """Numbers to as many digits as a reader can use."""
+    """Rounds numbers to `DIGITS` decimals."""
     return [round(float(number), DIGITS) for number in numbers]

@@ -1,4 +1,4 @@
-"""What a run watches, step by step: texts, judge, held-out prompts, samples."""
+"""Measurements of a run at each step: texts, judge, held-out prompts, samples."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Params = Any
 
 
 class Watcher:
-    """What a run looks at and does not train on."""
+    """Measures what a run watches but does not train on."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class Watcher:
 
         Args:
           texts: {name: Sequences[M, b, S]}.
-          prompts: by row of the data set.
-          of_reference: draws its episodes; None where it responds to prompts.
+          prompts: one per row of the data set.
+          of_reference: draws the reference's episodes; None samples responses.
         """
         self._options, self._programs = options, programs
         self._texts, self._judge, self.held_out = texts, judge, held_out
@@ -68,7 +68,7 @@ class Watcher:
     def before(
         self, policy: Params, shown: Rollout, reference: Frozen | None, *, step: int
     ) -> Stats:
-        """Statistics of the policy that responded, before it learns."""
+        """Returns statistics of the policy that drew the rollout, before its update."""
         stats: Stats = {}
         if step % self._options.eval_every == 0:
             stats |= self._programs.text_stats(policy, self._texts)
@@ -81,7 +81,7 @@ class Watcher:
     def likeliest(
         self, policy: Params, reference: Frozen | None, shown: Rollout, *, step: int
     ) -> tuple[Array, Array, Array] | None:
-        """The likeliest tokens beside those of the responses that are shown."""
+        """Returns the likeliest tokens of the responses shown; None in most steps."""
         if step % self._options.sample_every:
             return None
         return self._programs.likeliest(
@@ -89,7 +89,7 @@ class Watcher:
         )
 
     def drift(self, policy: Params, reference: Frozen) -> Stats:
-        """`drift/...` where the reference has the policy's shape."""
+        """Returns `drift/...`; nothing for a reference of another shape."""
         if reference.model is not None:
             return {}
         return drift.stats(self._programs.drift(policy, reference))
@@ -106,15 +106,15 @@ class Watcher:
         step: int,
         version: Array,
     ) -> list[dict[str, Any]]:
-        """The first responses of a batch, for samples.jsonl; none in most steps."""
+        """Returns rows of samples.jsonl, the first responses; none in most steps."""
         options, decode = self._options, self._policy.decode
         if step % options.sample_every:
             return []
         beside = None
         if options.sample_reference:
-            assert reference is not None  # as the capability table has it
+            assert reference is not None  # by the capability table
             beside = self._of_reference(loop, reference, step=step, version=version)
-        if scores is None:  # of a run without rewards
+        if scores is None:  # in a run without rewards
             scores = jnp.zeros(rollout.index.shape, jnp.float32)
         total = rewards.scores_of(scores).total
         ref_logprobs = None if read.reference is None else read.reference.logprobs
@@ -163,40 +163,40 @@ class Watcher:
     def _of_reference(
         self, loop: Loop, reference: Frozen, *, step: int, version: Array
     ) -> Rollout:
-        """The reference's responses to the prompts of a step, with the same keys."""
+        """Draws the reference's responses to the prompts of a step, with its keys."""
         prompts, key = loop.prompts[step], loop.key(step)
         if self._of_episodes is not None:
             responses = self._of_episodes(
                 reference.stored, prompts=prompts, key=key, version=version
             ).rollout
-            self._of_episodes.free()  # of its cache, until the next samples
+            self._of_episodes.free()  # the cache, until the next samples
         elif isinstance(loop.sampler, Sampler) and not loop.config.staleness:
-            # The version is of nothing: it makes this the policy's program.
+            # The version only selects the program that is compiled for the policy.
             responses = loop.sampler(
                 reference.stored, prompts=prompts, key=key, version=version
             )
-        else:  # it has the policy's parameters, or may be drawing
+        else:  # a sampler outside, or one whose thread may be drawing
             responses = self._programs.respond(
                 reference.stored,
                 prompts=prompts,
-                key=jax.random.split(key)[0],  # as the sampler takes it
+                key=jax.random.split(key)[0],  # the key that the sampler takes
                 greedy=False,
             )
         return loop.shown(responses)
 
 
 class Judge:
-    """--judge: a Python function of texts; each process judges its own rows."""
+    """--judge: a Python function of texts; each process scores its own rows."""
 
     def __init__(self, judge: TextReward, *, mesh: Mesh, may_fail: bool) -> None:
         self._judge, self._mesh, self._may_fail = judge, mesh, may_fail
         self._warned = False
 
     def __call__(self, rollout: Rollout) -> Stats:
-        """`evaluation.judge_stats`; without scores where the judge fails and may.
+        """Returns `evaluation.judge_stats`, without scores if the judge failed.
 
         Raises:
-          InputError, StopError: as `TextReward`, where it may not.
+          InputError, StopError: the judge failed, with --judge-failure stop.
         """
         mine = row_sharding.local_rows(rollout)
         succeeded = np.ones(len(mine.index), bool)
@@ -208,9 +208,9 @@ class Judge:
             scores, succeeded = np.zeros(len(succeeded), np.float32), ~succeeded
             if not self._warned:
                 print(
-                    f"warning: {error}\n--judge-failure warn: the run goes on, without "
-                    f"a judge/score where this happens; later failures are counted in "
-                    f"judge/failed and told at the end",
+                    f"warning: {error}\n--judge-failure warn: the run goes on without "
+                    f"this judge/score; later failures are counted in judge/failed and "
+                    f"reported at the end",
                     file=sys.stderr,
                 )
             self._warned = True
@@ -225,7 +225,7 @@ class Judge:
 
 
 def judge_failures(measured: list[Row]) -> int:
-    """Steps at which a judge that may fail did, told on stderr."""
+    """Returns the number of steps at which the judge failed; warns on stderr."""
     looks = [row["judge/failed"] for row in measured if "judge/failed" in row]
     failures = sum(share > 0 for share in looks)
     if failures:

@@ -65,7 +65,7 @@ def scored(**fields):
 
 
 def divergences(recipe, student):
-    """f64[3, 6] of each token of a response, from the logits of each text."""
+    """f64[3, 6], the divergence of each response token, from all logits."""
     values = np.zeros(MASK.shape)
     for row, (tokens, mask) in enumerate(zip(TOKENS, MASK, strict=True)):
         text = tokens[mask].tolist()
@@ -189,7 +189,7 @@ def test_the_loss_is_the_mean_divergence_of_the_logits():
 
 
 def test_a_reward_adds_the_policy_loss():
-    """And hidden states that the teacher had before are as good as the teacher."""
+    """Stored hidden states of the teacher give the same result as the teacher."""
     results, _ = ways()
     (loss, stats), gradient = results["rewarded"]
     (alone, alone_stats), of_policy = results["policy"]
@@ -238,7 +238,7 @@ def test_every_divergence_is_that_of_the_logits(options):
 @pytest.mark.slow
 @pytest.mark.parametrize("penalty", [Penalty(placement=None), IN_REWARD])
 def test_an_iteration_is_the_same_wherever_the_teacher_runs(penalty):
-    """Within the update, or before it; at once, or in micro-batches."""
+    """Inside the update or before it, and at once or in micro-batches."""
     recipe = dataclasses.replace(
         BASE,
         num_minibatches=2,
@@ -389,10 +389,10 @@ def test_what_is_missing_is_told():
 @pytest.mark.slow
 @pytest.mark.parametrize("divergence", ["reverse", "jensen_shannon"])
 def test_no_array_is_over_tokens_and_vocabulary(divergence):
-    """The compiler's word, for an update with a teacher that is twice as wide.
+    """Checks the compiled update with a teacher of twice the width.
 
-    No array of the program, forward or backward, has a number for every response token
-    and every word; and what it holds beside its arguments is less than that array.
+    No array of the program, forward or backward, has an entry for every response token
+    and every vocabulary entry, and its temporaries are smaller than such an array.
     """
     rows, prompt, vocab, width = 8, 8, 65_536, 32
     size = {"num_heads": 2, "max_positions": 128}
@@ -453,7 +453,7 @@ def test_no_array_is_over_tokens_and_vocabulary(divergence):
 
 
 def test_counts_are_those_of_the_minibatch(monkeypatch):
-    """A part of it is told them too, and a row without a response is none."""
+    """Parts use the counts of the whole; a row without a response does not count."""
     loss_options = {}
 
     def recorded(policy, **options):
@@ -516,7 +516,7 @@ def teacher_prompts(prompts):
 
 
 def test_a_teacher_reads_prompts_of_its_own():
-    """In other rows of the data set than in the batch, wider than the student's."""
+    """Its prompts are looked up by data-set row, and wider than the student's."""
     demonstrated = [[5, 6, 7, 1], [2, 9], [4, 4, 8]]
     rows = [2, 0, 1]  # of the data set, of the rows of the batch
     rollout = dataclasses.replace(scored().rollout, index=jnp.array(rows, jnp.int32))
@@ -548,7 +548,7 @@ def test_a_teacher_reads_prompts_of_its_own():
 
 
 def test_a_teacher_reads_by_row_of_a_batch_that_it_teaches():
-    """The index of the data set is not read."""
+    """The data-set index is not used here."""
     shown = [[5, 6, 7, 1], [2, 9], [4, 4, 8]]
     shape = {"model": tiny.GPT2, "max_new_tokens": R, "temperature": 0.7}
     program = toys.jit(distill.teacher_states, static_argnames=tuple(shape))
@@ -566,7 +566,7 @@ def test_a_teacher_reads_by_row_of_a_batch_that_it_teaches():
 
 
 def test_what_is_not_taught_is_in_no_loss_and_no_divisor():
-    """Equal to a batch of the taught responses alone."""
+    """The result equals that of a batch of the taught responses alone."""
     recipe = dataclasses.replace(
         BASE, group_size=3, success_score=1.0, rewarded=True, num_epochs=1
     )
@@ -615,7 +615,7 @@ def test_what_is_not_taught_is_in_no_loss_and_no_divisor():
 
 @pytest.mark.parametrize("option", ["entropy_coef", "stop_approxkl"])
 def test_a_reward_that_shows_demonstrations_is_in_no_advantage(option):
-    """Not where something else has the policy loss computed, either."""
+    """This holds also if another option makes the policy loss necessary."""
     recipe = dataclasses.replace(BASE, group_size=3, rewarded=True, **{option: 0.1})
     assert recipe.reads_advantages
     experience, _ = recipe.experience(scored(), kl_coef=BETA)

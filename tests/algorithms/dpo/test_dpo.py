@@ -61,7 +61,7 @@ def reference():
 
 
 def leads(params, ref_params, *, model, temperature=1.0, token_mean=False):
-    """h of every pair in float64, from texts that stand in rows of their own."""
+    """h of every pair in float64, from unpacked texts."""
 
     def of(side, params):
         examples = [Example(pair.prompt, getattr(pair, side)) for pair in PAIRS]
@@ -134,7 +134,7 @@ def test_padding_of_packed_pairs_is_segment_0(packed):
 
 
 def test_ipo_of_means_over_tokens(packed, reference):
-    """By hand: h is divided by each answer's own length, EOS included."""
+    """By hand: h is divided by each response's length, EOS included."""
     algorithm = dataclasses.replace(ALGORITHM, kind="ipo", token_mean=True)
     ref_logprobs = reference_of(reference, batch=packed, dpo=algorithm)
     numbers = means(
@@ -159,7 +159,7 @@ def same_update(output, expected):
 
 @pytest.mark.slow
 def test_however_the_pairs_are_packed_the_update_is_the_same(packed, reference):
-    """A row for each pair, other neighbours: the loss is the mean over all pairs."""
+    """One row per pair, or other packings: the loss is the mean over all pairs."""
     one = functools.partial(update, start(), dpo=ALGORITHM, reference=reference)
     expected = one(batch=packed)
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), expected[0].params, PARAMS)
@@ -236,7 +236,7 @@ def test_the_reference_is_run_where_its_log_probs_are_not_given(packed, monkeypa
 
 @pytest.mark.slow
 def test_garbage_changes_nothing(packed, reference):
-    """At padding, in rows without a pair, and in log-probs that are not of answers."""
+    """Garbage in padding, in rows without a pair and in log-probs outside responses."""
     ref_logprobs = reference_of(reference, batch=packed, dpo=ALGORITHM)
     loss = toys.jit(
         lambda batch, ref_logprobs: dpo.loss(
@@ -252,7 +252,7 @@ def test_garbage_changes_nothing(packed, reference):
 
 @pytest.mark.slow
 def test_the_base_of_adapters_is_the_reference(packed):
-    """To the bit as if it were given; and the first loss is log 2."""
+    """To the bit as with an explicit reference; the first loss is log 2."""
     adapter = lora.LoRA(rank=2, alpha=4.0)
     algorithm = dataclasses.replace(ALGORITHM, lora=adapter, optimizer=optax.adam(1e-2))
     base = toys.freeze(PARAMS)
@@ -277,7 +277,7 @@ def test_the_base_of_adapters_is_the_reference(packed):
     "how", [{}, pytest.param({"dtype": "int8"}, marks=pytest.mark.long)]
 )
 def test_precomputed_and_live_are_one_training_run(tmp_path, how):
-    """To the bit, in batches that are shuffled, and as computed in the update."""
+    """Equal to the bit, in shuffled batches, to log-probs computed in the update."""
     reference = frozen.freeze(OTHER, **how)
     rows = packing.pack(PAIRS, width=WIDTH)
     stream = packing.packed_batches(rows, batch_size=2, seed=3, pad_id=0)
@@ -317,7 +317,7 @@ def test_precomputed_and_live_are_one_training_run(tmp_path, how):
 
 @pytest.mark.slow
 def test_log_probs_of_packed_rows_are_kept_apart_from_those_of_others(tmp_path):
-    """The same tokens as one text, or as two, are two files."""
+    """The same tokens as one text or as two texts get different cache files."""
     options = {
         "reference": frozen.freeze(OTHER),
         "model": toys.GPT2,
@@ -424,7 +424,7 @@ def test_kinds_that_cannot_leave_the_reference_out(kind, message):
 
 
 def test_pairs_are_measured_against_the_base_of_adapters(packed, monkeypatch):
-    """What is read for the reference, and when; no model is run."""
+    """Checks which parameters are used for the reference; no model is run."""
     base, references = toys.freeze(PARAMS), []
     updating = import_module("rlhf_jax.algorithms.dpo.update")
     adapted = dataclasses.replace(ALGORITHM, lora=lora.LoRA(rank=2))

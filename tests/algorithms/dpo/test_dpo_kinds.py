@@ -36,7 +36,7 @@ def whole(labels=None):
 
 
 def table(seed):
-    """Log-probs of every token, those outside of responses out of place."""
+    """Log-probs of every token, with implausible values outside responses."""
     batch, rng = whole(), np.random.default_rng(seed)
     logprobs = -np.abs(rng.normal(1, 0.5, batch.tokens.shape))
     return np.where(batch.response_mask, logprobs, 99.0).astype(np.float32)
@@ -54,7 +54,7 @@ def no_model(monkeypatch):
 
 
 def sums(logprobs):
-    """Of every pair in float64, in the order of PAIRS: (chosen, rejected)."""
+    """The sums of every pair in float64, in the order of PAIRS: (chosen, rejected)."""
     both = np.zeros((2, len(PAIRS)))
     for row, packed in enumerate(packing.pack(PAIRS, width=30)):
         for number, place in enumerate(packed.places):
@@ -115,7 +115,7 @@ def test_losses_without_a_reference_read_means_over_tokens(algorithm):
     ],
 )
 def test_kto_is_its_formula_however_it_is_cut(lift, rows):
-    """z0 is that of the whole batch: above 0, and 0 where the mean is below."""
+    """z0 is the mean over the whole batch, or 0 if the mean is negative."""
     batch = whole(LABELS)
     params = np.where(batch.segments % 2 == 0, PARAMS + lift, PARAMS).astype("f4")
     (own, others), (ref_own, ref_others) = sums(params), sums(REF)

@@ -1,6 +1,6 @@
 """The ledger of trust: each lie of a sampler is caught, and honest ones raise nothing.
 
-The samplers draw by the real decoder; what lies is what they make of it.
+The samplers draw with the real decoder and then report something false.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ def draw(params, prompts, key, version):
 
 @jax.jit
 def draw_greedily(params, prompts, key, version):
-    """And reports the log-probs of the policy itself."""
+    """Draws greedily but reports the log-probs of the policy."""
     drawn = rollout.rollout(
         params,
         prompts=prompts,
@@ -55,7 +55,7 @@ def draw_greedily(params, prompts, key, version):
 
 @jax.jit
 def row_of(params, drawn, step):
-    """The metrics of a step, of two micro-batches."""
+    """The metrics of a step with two micro-batches."""
     rows = jnp.arange(ROWS)
     entries = ledger.entries(drawn, step=step, rows=rows)
     logprobs, entropy = policy.logprobs_and_entropy(
@@ -76,7 +76,7 @@ def row_of(params, drawn, step):
 
 
 def params_at(step, *, scale=1.0, speed=0.02):
-    """A policy that moves a little in every step."""
+    """A policy that changes a little in every step."""
     start = toys.params(MODEL)
     moved = toys.perturbed(start, seed=max(step, 0), scale=speed) if step > 0 else start
     return jax.tree.map(lambda leaf: scale * leaf, moved)
@@ -116,7 +116,7 @@ def wrong_ids(step):
 
 
 def swapped(step):
-    """The first two tokens of a response, where it has two, with their log-probs."""
+    """Swaps the first two tokens of a response and their log-probs."""
     drawn = honest(step)
     two = drawn.response_mask[:, BEFORE + 1, None]
     order = np.arange(drawn.tokens.shape[1])
@@ -131,7 +131,7 @@ def swapped(step):
 
 
 def previous_weights(step):
-    """Of the step before, stamped as new."""
+    """Draws with the previous step's weights and reports the new version."""
     drawn = honest(step, age=1)
     version = jnp.where(drawn.response_mask, step, 0)
     return dataclasses.replace(drawn, version=version)
@@ -146,7 +146,7 @@ def greedy(step, **options):
 
 
 def history(sampler, steps, *, start=0, scale=1.0):
-    """The rows of metrics.jsonl: null where nothing has any weight."""
+    """The rows of metrics.jsonl, with null for metrics without weight."""
     rows = []
     for step in range(start, start + steps):
         stats = row_of(params_at(step, scale=scale), sampler(step), step)
@@ -219,7 +219,7 @@ CALIBRATED = ("trust/entropy_z", "trust/weight_z", "trust/duplicates_z")
 
 
 def test_quarters_of_lengths_and_columns_by_hand():
-    """A prompt of each quarter of 8 columns, a response token of each of 4."""
+    """One prompt per quarter of 8 columns, one response token per quarter of 4."""
     before = size = 8
     length = np.array([2, 4, 5, 8])  # the first two quarters' last, then the others'
     column = np.arange(before + size)
@@ -259,7 +259,7 @@ def test_quarters_of_lengths_and_columns_by_hand():
 
 @pytest.mark.slow
 def test_the_sums_by_hand():
-    """Of three rows, of which the policy drew two; what is masked is not read."""
+    """Three rows, of which the policy drew two; masked values are not read."""
     width, size = 3, 4
     response = np.array([[1, 1, 1, 0], [1, 0, 1, 1], [1, 1, 1, 1]], bool)
     length = np.array([1, 3, 3])

@@ -31,7 +31,7 @@ def sampled(params, model):
 
 
 def test_the_shape_of_a_rollout(sampled):
-    """Prompts stay where they are; a response ends with its first stop token."""
+    """Prompts keep their columns; a response ends with its first stop token."""
     prompts = toys.prompts()
     tokens, mask, response = (
         np.asarray(a) for a in (sampled.tokens, sampled.mask, sampled.response_mask)
@@ -81,7 +81,7 @@ def test_recomputed_logprobs_are_the_trainers_logprobs(sampled, params, model):
 
 
 def test_two_samples_of_one_number_are_refused(params, model):
-    """Their keys are equal, and so would be their responses."""
+    """They would have the same key and so the same response."""
     prompts = toys.prompts()
     prompts = dataclasses.replace(prompts, index=prompts.index.at[2].set(1))
     with pytest.raises(checks.InputError, match=r"sample: .* got 0 twice .* index 1,"):
@@ -126,7 +126,7 @@ def test_truncate_ends_a_response_after_its_first_stop():
 
 
 def test_fixed_length_then_truncated_is_stopping(params, model, sampled):
-    """One key a position: what comes after the stop does not change what was before."""
+    """Every position has its own key, so tokens before the stop do not change."""
     long = toys.sample(
         params,
         model=model,

@@ -80,7 +80,7 @@ def test_every_number_of_a_scored_rollout(scored, rollout):
 
 @pytest.mark.slow
 def test_a_reference_of_another_shape(rollout):
-    """Another family, wider and with a soft cap: its log-probs and the exact KL."""
+    """Log-probs and exact KL with a wider reference of another family, soft-capped."""
     model = dataclasses.replace(toys.LLAMA, hidden_size=32, logit_softcap=3.0)
     reference = frozen.freeze(toys.params(model, seed=7), model=model)
     output = toys.jit(
@@ -122,7 +122,7 @@ def test_values_are_the_critics_and_masked(scored, rollout):
     [0.3, *(pytest.param(t, marks=pytest.mark.slow) for t in (0.7, 1.0, 1.5))],
 )
 def test_kl_of_a_policy_to_itself_is_zero_at_every_temperature(temperature):
-    """Through the real path: cached decoding, then the reference's full forward."""
+    """Uses cached decoding and then the reference's full forward pass."""
     rollout = toys.sampled(POLICY, temperature=temperature)
     scored = toys.jit(functools.partial(scored_by, temperature=temperature))(
         rollout, reference=toys.freeze(POLICY)
@@ -132,7 +132,7 @@ def test_kl_of_a_policy_to_itself_is_zero_at_every_temperature(temperature):
 
 
 def test_without_a_reference_nothing_runs(rollout):
-    """All matrix products of the program are the models', and there is none."""
+    """The program has no matrix products, which only models would have."""
 
     def operations(reference):
         jaxpr = jax.make_jaxpr(scored_by)(rollout, reference=reference)

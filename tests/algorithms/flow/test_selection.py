@@ -1,4 +1,4 @@
-"""Best-of-n as a stage: which rows it keeps, and what it costs where all is known."""
+"""Best-of-n as a stage: the rows it keeps, and its KL where all is known."""
 
 import functools
 import math
@@ -20,7 +20,7 @@ MODEL = enumerable.model(hidden_size=8)
 
 
 def rows(count):
-    """A rollout of which every leaf names its row."""
+    """A rollout whose leaves contain their row number."""
     number = jnp.arange(count, dtype=jnp.int32)
     wide = jnp.repeat(number[:, None], 3, axis=1)
     return Rollout(
@@ -87,7 +87,7 @@ def test_wrong_input_says_what_to_do(scores, group_size, kind, message):
 
 @pytest.mark.slow
 def test_its_cost_by_hand():
-    """The best of 2 where 1 of 4 others scores more, and where 3 do."""
+    """Best of 2 with 1 and with 3 better scores among 4 others."""
     stats = selection.kl_stats(
         jnp.array([[2.5], [0.5]], jnp.float32),
         among=jnp.array([[0, 1, 2, 3]] * 2, jnp.float32),
@@ -114,7 +114,7 @@ N, GROUPS = 4, 4096
 
 @pytest.fixture(scope="module")
 def drawn(world):
-    """Two rollouts of the reference, the prompt of each four samples run once."""
+    """Two rollouts of the reference; each prompt is read once for its four samples."""
     sample = jax.jit(
         functools.partial(
             rollout.rollout,
@@ -130,7 +130,7 @@ def drawn(world):
 
 
 def log_best(log_ref, rewards, n):
-    """log π_n(y), from the chances that all of n draws are at most, or below, r(y)."""
+    """log π_n(y), from the probabilities that n draws are at most, or below, r(y)."""
     log_ref = log_ref - np.logaddexp.reduce(log_ref)  # float32 until here
     reference = np.exp(log_ref)
     logprobs = np.zeros(len(rewards))
@@ -143,7 +143,7 @@ def log_best(log_ref, rewards, n):
 
 
 def tied(rewards):
-    """Four levels of reward, a quarter of the responses on each."""
+    """Four levels of reward with a quarter of the responses each."""
     return np.digitize(rewards, np.quantile(rewards, [0.25, 0.5, 0.75])).astype(float)
 
 
@@ -180,7 +180,7 @@ def test_the_exact_kl_of_the_world_is_at_most_the_bound(world, n, ties):
 @pytest.mark.slow
 @pytest.mark.parametrize("ties", [False, True])
 def test_what_is_sampled_and_selected_is_best_of_n(world, drawn, ties):
-    """Frequencies, reward and measured KL of 4096 answers, each the best of 4."""
+    """Frequencies, reward and measured KL of 4096 responses, each the best of 4."""
     rewards = tied(world.rewards) if ties else world.rewards
     reward = enumerable.reward_of(jnp.asarray(rewards, jnp.float32))
     chosen, scores = selection.best_of_n(

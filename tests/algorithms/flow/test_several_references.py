@@ -29,7 +29,7 @@ REFERENCES = {
 
 
 def scored(penalty=IN_REWARD, *, ref_logprobs=FIRST):
-    """Log-probs are given, so that no model is run."""
+    """A scored rollout with made-up log-probs; no model is run."""
     zeros = jnp.zeros(MASK.shape, jnp.int32)
     rollout = batch.Rollout(
         tokens=zeros,
@@ -150,7 +150,7 @@ def learned(recipe, kl_coef, **frozen_models):
 
 @pytest.mark.slow
 def test_an_iteration_hands_them_on_to_the_loss():
-    """Its shapes alone: nothing is compiled. Exact KL in the loss reads the models."""
+    """Checks shapes without compiling. Exact KL in the loss needs the models."""
     recipe = dataclasses.replace(
         GRPO,
         penalty=Penalty("k3", grad_estimator="exact", placement="loss"),
@@ -253,7 +253,7 @@ def test_a_weight_of_0_changes_nothing_but_is_measured(penalty):
 
 
 def test_each_is_scored_as_the_first(monkeypatch):
-    """The policy and its packing are handed on, which exact KL reads."""
+    """The policy and its packing are passed on, because exact KL needs them."""
     calls = []
 
     def recorded(rollout, **options):

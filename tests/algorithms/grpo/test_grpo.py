@@ -34,7 +34,7 @@ iterate = toys.jit(grpo.iteration, static_argnames=("recipe",))
 
 
 def groups(*, num_prompts: int = 2, group_size: int = 4) -> batch.Prompts:
-    """Each of a few prompts in neighbouring rows."""
+    """A few prompts, each repeated in adjacent rows."""
     single = toys.prompts((4, 2)[:num_prompts])
     repeated = jax.tree.map(lambda leaf: jnp.repeat(leaf, group_size, axis=0), single)
     sample = jnp.tile(jnp.arange(group_size, dtype=jnp.int32), num_prompts)
@@ -42,7 +42,7 @@ def groups(*, num_prompts: int = 2, group_size: int = 4) -> batch.Prompts:
 
 
 def shifted(shift: jax.Array, answered: batch.Rollout) -> jax.Array:
-    """Share of response tokens that are even, and a number f32[B]."""
+    """The share of even response tokens plus an offset, f32[B]."""
     is_even = (answered.tokens % 2 == 0).astype(jnp.float32)
     return shift + masked.masked_mean(is_even, mask=answered.response_mask, axis=1)
 
@@ -77,7 +77,7 @@ def distance(left, right) -> float:
 
 @pytest.fixture(scope="module")
 def scored():
-    """Of a policy that is not the reference, with k1 in the reward."""
+    """A scored rollout of a policy other than the reference, with k1 in the reward."""
     sample = toys.jit(grpo.sample, static_argnames=("recipe",))
     answered = sample(POLICY, prompts=groups(), key=KEY, recipe=BASE)
     compute = toys.jit(
@@ -192,7 +192,7 @@ def test_equal_groups_teach_nothing_and_are_counted(scored, baseline):
 
 
 def by_hand(params, experience, *, kl_coef, weights):
-    """The surrogate and k2, from all logits, over every token at once."""
+    """The surrogate and k2, from all logits, as a mean over tokens."""
     logits = policy.logits(
         params, model=toys.GPT2, tokens=experience.tokens, mask=experience.mask
     )
@@ -318,7 +318,7 @@ def test_an_iteration_moves_the_policy_towards_the_reward(usual):
 
 @pytest.mark.parametrize("baseline", ["group", "leave_one_out"])
 def test_a_group_of_two_prompts_has_no_advantage(scored, baseline):
-    """Its prompt was run once for all of it; the update is skipped."""
+    """Such a group is invalid, since its prompt is read once; the update is skipped."""
     index = scored.rollout.index.at[1].add(100)
     rollout_ = dataclasses.replace(scored.rollout, index=index)
     experience, _ = grpo.group_experience(
@@ -384,7 +384,7 @@ def test_without_a_reference_no_kl_is_taken():
 @pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("recipe", [grpo.PUBLISHED, grpo.RLOO])
 def test_every_option_reaches_the_function_that_reads_it(monkeypatch, recipe):
-    """Whose effects are tested above; nothing is compiled here."""
+    """Their effects are tested above; nothing is compiled here."""
     read = {}
 
     def record(function):

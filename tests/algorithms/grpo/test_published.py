@@ -1,4 +1,4 @@
-"""The published recipes over groups: what they hold, leave out, read and refuse."""
+"""The published recipes over groups: their rules and rejected options."""
 
 import dataclasses
 import functools
@@ -59,7 +59,7 @@ SCORES = np.array([1, 0, 2, 0, 5, 7, 4, 4], np.float32)
 
 
 def scored(scores=SCORES):
-    """Responses behind a prompt of one token; those that ended hold a stop token."""
+    """Responses after a prompt of one token; finished ones contain a stop token."""
     lengths = np.array(LENGTHS)
     mask = np.arange(4)[None, :] <= lengths[:, None]
     tokens = np.where(mask, 5, 0)
@@ -84,7 +84,7 @@ def experience(scores=SCORES, **options):
 
 
 def of_rows(experience):
-    """The advantage of each row, nan where none of its tokens is trained on."""
+    """The advantage of each row, NaN if none of its tokens is trained on."""
     mask = np.asarray(experience.response_mask)
     return np.array(
         [
@@ -116,7 +116,7 @@ def test_a_group_s_mean_and_deviation_are_of_what_is_kept():
 
 
 def test_each_of_several_rewards_is_normalised_alone():
-    """Of equal sums some have an advantage, and groups are equal in all rewards."""
+    """Equal sums may have advantages; a group is equal if all its rewards are."""
     one = np.array([1, 0, 0.5, 0, 3, 3, 3, 3], np.float32)
     other = np.array([2, 2, 2, 2, 10, 10, 10, 20], np.float32)
     parts = (toys.array(one), toys.array(other))
@@ -163,7 +163,7 @@ def test_a_greedy_response_is_a_baseline_and_is_not_trained_on():
 
 @pytest.mark.slow
 def test_greedy_responses_are_those_of_the_decoder():
-    """The last of each group whatever the key; the others are samples."""
+    """The last response of each group does not depend on the key; others do."""
     recipe = make(grpo.REMAX)
     prompts = jax.tree.map(
         lambda leaf: jnp.repeat(leaf, 4, axis=0), toys.prompts((4, 2))
@@ -300,7 +300,7 @@ def test_the_soft_overlong_penalty_is_trl_s():
 
 
 def test_a_penalty_of_overlong_responses_fits_the_longest_response():
-    """One that charges some tokens; and none at all, whatever its other numbers."""
+    """A penalty of some tokens, and a penalty of 0 with any other numbers."""
     charged = ScoreShaping(
         overlong_penalty=1.0, overlong_after=toys.SIZE - 1, overlong_buffer=1
     )
@@ -360,7 +360,6 @@ def make(recipe, **changes):
     ],
 )
 def test_each_recipe_s_choices_reach_its_loss(name, monkeypatch):
-    """Nothing is compiled here."""
     recipe, read = RECIPES[name], {}
     if name == "ema-pg":  # of a vocabulary as small as the toy's
         penalty = dataclasses.replace(recipe.penalty, top_k=4)

@@ -1,4 +1,4 @@
-"""Nash-MD: who sampled which row, its advantages by hand, what is refused."""
+"""Nash-MD: the sampler of each row, advantages by hand, rejected options."""
 
 import dataclasses
 import types
@@ -98,7 +98,7 @@ def test_recipes_that_are_refused():
 
 @pytest.mark.slow
 def test_an_iteration_learns_from_its_own_rows_alone():
-    """Rows of the policy have its log-probs; what the odd rows score moves them."""
+    """Rows of the policy have its log-probs, and the scores of the odd rows matter."""
     prompts = Prompts(
         tokens=jnp.full((8, 2), 5, jnp.int32),
         mask=jnp.ones((8, 2), bool),
@@ -130,7 +130,7 @@ def test_an_iteration_learns_from_its_own_rows_alone():
 
 
 def test_rows_of_the_policy_and_of_the_mixture_take_turns(monkeypatch):
-    """What each sampler is asked for, and where its rows go; nothing is sampled."""
+    """Checks the calls of both samplers and the order of rows; nothing is sampled."""
     prompts = Prompts(
         tokens=jnp.arange(8, dtype=jnp.int32).reshape(4, 2),
         mask=jnp.ones((4, 2), bool),

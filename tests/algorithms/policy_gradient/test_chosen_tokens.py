@@ -1,4 +1,4 @@
-"""Tokens that the policy loss is of, from the choice of a recipe to the gradient."""
+"""The choice of tokens in the policy loss, from the recipe to the gradient."""
 
 import dataclasses
 import functools
@@ -43,7 +43,7 @@ ENTROPY = np.random.default_rng(3).uniform(0.1, 2.0, toy_turns.SAMPLED.shape)
 
 
 def drawn():
-    """A rollout that is scored, and its experience without a choice."""
+    """A scored rollout, and its experience without a choice of tokens."""
     scored = dataclasses.replace(toy_turns.scored(), scores=toys.array(SCORES))
     rollout = dataclasses.replace(scored.rollout, entropy=toys.array(ENTROPY))
     experience, _ = RLOO.experience(scored, kl_coef=jnp.float32(0.0))
@@ -51,14 +51,14 @@ def drawn():
 
 
 def made(choice, *, step=0):
-    """The recipe, the experience with its tokens, and stats."""
+    """The recipe, the experience with its chosen tokens, and stats."""
     rollout, experience = drawn()
     output = choose(experience, rollout=rollout, step=jnp.int32(step), choice=choice)
     return dataclasses.replace(RLOO, token_choice=choice), *output
 
 
 def covariances(experience):
-    """By token, and what they are of."""
+    """The covariances by token, and their inputs."""
     cells = oracles.entries(np.asarray(experience.response_mask))
     pairs = np.array(
         [
@@ -73,7 +73,7 @@ def covariances(experience):
 
 @functools.partial(toys.jit, static_argnames=("recipe",))
 def terms(params, experience, recipe, counted=None):
-    """(loss, stats) and the gradient, divided by the counts of a mask."""
+    """(loss, stats) and gradient, with the counts of a mask as divisors."""
     mask = experience.response_mask if counted is None else counted
 
     def loss(params):
@@ -91,7 +91,7 @@ def terms(params, experience, recipe, counted=None):
 
 
 def replaced(experience, advantages, *, chosen):
-    """The same experience, with tokens of another choice."""
+    """The experience with other chosen tokens."""
     mask = experience.response_mask
     tokens = jnp.full_like(mask, chosen)
     return dataclasses.replace(experience, advantages=advantages, chosen=tokens)
@@ -177,7 +177,7 @@ def test_parts_of_a_minibatch_add_up(name):
 
 @pytest.mark.slow
 def test_advantages_that_ppo_whitens_stay_0_where_no_token_is_chosen():
-    """And the choice of an iteration is that of its rollout, at its step."""
+    """An iteration chooses from its own rollout, at its own step."""
     choice = TopEntropy(0.3)
     recipe = ppo.PPO(
         **SHAPE,

@@ -1,4 +1,4 @@
-"""Weights of tokens that a rounded policy drew."""
+"""Importance weights of tokens from a sampler with rounded parameters."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ CAP = 1.5
 
 
 def drawn(seed=0):
-    """An experience of four responses, and the log-probs of who drew them."""
+    """An experience of four responses, and the sampler's log-probs."""
     rng = np.random.default_rng(seed)
     trainer, sampler, advantages = rng.normal(0, 1, (3, 4, 6))
     mask = rng.random((4, 6)) < 0.7
@@ -111,7 +111,7 @@ def test_a_rejected_response_is_left_out_of_everything_and_scales_follow():
 
 @pytest.mark.parametrize("correction", get_args(Correction))
 def test_of_the_trainer_s_own_tokens_nothing_changes(correction):
-    """To the bit, at the tightest bounds."""
+    """Nothing changes, to the bit, even at the tightest bounds."""
     experience, _ = drawn()
     own = experience.old_logprobs
     floor = None if correction.endswith("truncate") else 1.0
@@ -179,7 +179,7 @@ def test_the_age_of_tokens_is_in_iterations():
 
 @pytest.mark.slow
 def test_weights_of_a_kl_in_the_loss_are_over_the_sampler(monkeypatch):
-    """The unbiased k3, of log-probs that no model computes here."""
+    """The unbiased k3, from made-up log-probs."""
     experience, sampler = drawn()
     mask = np.asarray(experience.response_mask)
     ref = toys.array(np.where(mask, experience.old_logprobs + 0.3, 0.0))

@@ -1,4 +1,4 @@
-"""What a policy gradient tells its loss and its controller; no model runs here."""
+"""The arguments of a policy gradient's loss and controller; no model runs here."""
 
 import dataclasses
 from importlib import import_module
@@ -54,7 +54,7 @@ def fresh(*, target=1 / 11, unit="token"):
 
 @pytest.fixture
 def nothing_learned(monkeypatch):
-    """Steps of an update that leave the state alone."""
+    """An update whose steps do not change the state."""
 
     def step(current, **_):
         nothing = {"policy/sampler_mismatch": (jnp.zeros(()), jnp.ones(()))}
@@ -67,7 +67,7 @@ OLD_LOGPROBS = ZEROS.at[0, 3].set(0.5).at[2, 4].set(0.2).at[1, 2].set(9.0)
 
 
 def test_counts_are_those_of_the_minibatch(monkeypatch):
-    """A part of it is told them too, and a row without a response is none."""
+    """Parts use the counts of the whole; a row without a response does not count."""
     recorded_options = {}
 
     def terms(policy, **options):
@@ -92,7 +92,7 @@ def test_counts_are_those_of_the_minibatch(monkeypatch):
 
 @pytest.mark.usefixtures("nothing_learned")
 def test_a_controller_per_token_divides_by_the_mean_length():
-    """0.7 nats over 7 tokens is 10 % more than a target of 1/11 of a nat a token."""
+    """0.7 nats over 7 tokens is 10 % above a target of 1/11 nat per token."""
     experience = dataclasses.replace(EXPERIENCE, old_logprobs=OLD_LOGPROBS)
     after, _ = reinforce.update(
         fresh(), experience=experience, key=jax.random.key(0), recipe=BASE
@@ -103,7 +103,7 @@ def test_a_controller_per_token_divides_by_the_mean_length():
 @pytest.mark.usefixtures("nothing_learned")
 @pytest.mark.parametrize("correction", [CUT, REJECT])
 def test_a_controller_per_response_counts_those_that_are_trained_on(correction):
-    """A row without a token is none: it is left out, or an episode never began."""
+    """A row without tokens does not count: it is left out or never began."""
     recipe = dataclasses.replace(
         BASE,
         sampler_correction=correction,
@@ -126,7 +126,7 @@ def test_a_controller_per_response_counts_those_that_are_trained_on(correction):
 
 @pytest.fixture
 def read(monkeypatch):
-    """Options of exact KL and of the models, which return zeros."""
+    """The options that exact KL and the models receive; the models return zeros."""
     options = {}
 
     def stands_for(name, result):
@@ -197,7 +197,7 @@ def test_exact_kl_is_asked_for_as_the_recipe_says(read, direction, top_k):
 def test_the_kl_of_a_further_reference_is_added_by_its_weight(
     read, monkeypatch, estimator
 ):
-    """β·(kl + w·kl_b): of k2, and of exact KL that reads the model of that name."""
+    """β·(kl + w·kl_b), for k2, and for exact KL with the named model."""
     exact = {"first": jnp.float32(0.2), "other": jnp.float32(0.6)}
 
     def exact_kl(params, hidden, reference, ref_hidden, *, mask, **_):
@@ -322,7 +322,7 @@ def test_a_critic_with_a_trunk_of_its_own_adapts_the_same_base(
 
 
 def test_what_an_iteration_hands_on(monkeypatch):
-    """To the sampler the state's step as version; to `learn` what the reward saw."""
+    """The sampler gets the step as version, and `learn` the rollout of the reward."""
     iteration, calls = import_module(ITERATION), {}
 
     def sampled(policy, **options):
@@ -350,7 +350,7 @@ def test_what_an_iteration_hands_on(monkeypatch):
 
 @pytest.mark.slow
 def test_without_a_reward_every_score_is_0():
-    """Of distillation by a teacher alone."""
+    """This is distillation without a reward."""
     _, _, stats, scored = import_module(ITERATION).make_experience(
         fresh(),
         rollout=batch.Rollout(
@@ -371,7 +371,7 @@ def test_without_a_reward_every_score_is_0():
 
 
 def test_what_learn_hands_on(monkeypatch):
-    """Every argument reaches the experience and the update that read it."""
+    """Every argument reaches the experience or the update."""
     iteration = import_module(ITERATION)
     calls = {}
 
@@ -409,7 +409,7 @@ def test_without_a_critic_no_state_has_a_value():
 
 @pytest.mark.parametrize("rows", [None, 1, 3])
 def test_texts_count_by_their_tokens_however_they_are_cut(monkeypatch, rows):
-    """A loss of w per predicted token, over the tokens of the whole minibatch."""
+    """A loss of w per predicted token, divided by the tokens of the whole minibatch."""
     recipe = dataclasses.replace(BASE, ptx_coef=0.5, micro_batch_size=rows)
     texts = batch.Sequences(
         tokens=jnp.zeros((2, 4), jnp.int32),
@@ -433,7 +433,7 @@ def test_texts_count_by_their_tokens_however_they_are_cut(monkeypatch, rows):
 
 
 def test_what_the_sampler_is_asked_for(monkeypatch):
-    """Nothing is sampled; the version of the policy goes with its tokens."""
+    """Nothing is sampled; the policy's version is stored with its tokens."""
     iteration, recorded_options = import_module(ITERATION), {}
 
     def rollout(policy, **options):
@@ -463,7 +463,7 @@ def test_what_the_sampler_is_asked_for(monkeypatch):
 
 @pytest.mark.slow
 def test_log_probs_of_the_reference_that_are_there_are_not_computed_again():
-    """There is no reference to compute them by."""
+    """The test has no reference that could compute them."""
     iteration = import_module(ITERATION)
     rollout = batch.Rollout(
         tokens=EXPERIENCE.tokens,
@@ -516,7 +516,7 @@ def test_statistics_of_the_objective_are_of_the_rows_that_are_reported():
 
 
 def test_the_mismatch_is_told_of_the_first_minibatch(monkeypatch):
-    """Later ones see a policy that has moved."""
+    """Later minibatches have a changed policy."""
 
     def step(current, **_):
         moved = current.policy["w"] + 1

@@ -43,7 +43,7 @@ def fresh(coef):
 
 
 def experience(entropy, *, coef=0.1, recipe=RECIPE, scores=None):
-    """Of an entropy of all tokens, or of those of each row."""
+    """An experience with one entropy for all tokens, or one per row."""
     rollout = toy_turns.rollout()
     rollout = dataclasses.replace(
         rollout, entropy=jnp.where(rollout.response_mask, entropy, 9.0)
@@ -89,7 +89,7 @@ def test_without_a_token_there_is_no_entropy():
 
 
 def test_greedy_responses_do_not_count():
-    """Of samples 1.4, and of their greedy baselines more."""
+    """Samples have an entropy of 1.4, their greedy baselines a larger one."""
     recipe = dataclasses.replace(RECIPE, baseline="greedy")
     entropy = np.array([[1.4], [5.0]] * 3, np.float32)
     moved, of_rollout, _, _ = experience(entropy, recipe=recipe)

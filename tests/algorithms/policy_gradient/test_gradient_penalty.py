@@ -1,4 +1,4 @@
-"""Gradient regularisation: the gradient of L + γ/2·‖∇L‖², in an update as alone."""
+"""Gradient regularisation: the gradient of L + γ/2·‖∇L‖², alone and in an update."""
 
 import dataclasses
 
@@ -57,7 +57,7 @@ def test_it_is_the_gradient_of_half_the_squared_norm():
 
 
 def test_both_gradients_are_clipped():
-    """Of L = x²/2 at 3: gradients 3, bounded by 2, and 3 + 0.5·2 = 4, by 2 too."""
+    """L = x²/2 at 3: gradients 3 and 3 + 0.5·2 = 4, both clipped to 2."""
     for bound, expected in ((2.0, 2.0), (3.5, 3 + 0.6 * (3.5 - 3)), (None, 3 + 0.9)):
         chosen = GradientPenalty(strength=0.3, step=0.5, max_norm=bound)
         output = penalised(lambda x: x, jnp.array(3.0), jnp.array(3.0), penalty=chosen)
@@ -65,7 +65,7 @@ def test_both_gradients_are_clipped():
 
 
 def step_of(params, recipe):
-    """What the parameters move by in one update on the same rollout, less."""
+    """The negative move of the parameters in one update on the same rollout."""
     before = state.grpo_state(
         policy=params,
         policy_optimizer=recipe.policy_optimizer,
@@ -88,7 +88,7 @@ def step_of(params, recipe):
     "micro_batch_size", [None, pytest.param(2, marks=pytest.mark.slow)]
 )
 def test_an_update_takes_the_difference_of_two_updates(micro_batch_size):
-    """By SGD of rate 1 parameters move by the gradient."""
+    """With SGD at rate 1 parameters move by the gradient."""
     recipe = dataclasses.replace(
         RECIPE, micro_batch_size=micro_batch_size, num_epochs=1
     )

@@ -1,4 +1,4 @@
-"""The ledger of trust comes out of the update of every policy gradient."""
+"""The update of every policy gradient returns the ledger of trust."""
 
 import dataclasses
 import functools
@@ -42,7 +42,7 @@ KEY = jax.random.key(3)
 
 
 def learned(recipe, rollout, *, critic=None, reference=None):
-    """The stats of one iteration on a rollout, whose scores are the rows' numbers."""
+    """The stats of one iteration on a rollout; the score of a row is its number."""
     params = toys.params()
     make = state.grpo_state
     options = {"policy": params, "policy_optimizer": recipe.policy_optimizer}
@@ -65,7 +65,7 @@ def learned(recipe, rollout, *, critic=None, reference=None):
 
 
 def sampled():
-    """Two groups of two; the sampler's log-probs are off, and two rows are old."""
+    """Two groups of two, with wrong sampler log-probs and two stale rows."""
     drawn = toys.sampled(toys.params(), lengths=(4, 4, 3, 3))
     off = np.array([0.4, 0.0, 0.0, -1.5], np.float32)[:, None]
     age = np.array([0, 2, 0, 0], np.int32)[:, None]
@@ -151,7 +151,7 @@ def test_every_policy_gradient_has_it(name):
 
 @pytest.mark.slow
 def test_rows_of_a_mixture_are_left_out():
-    """Of Nash-MD the even rows are the policy's, and no two have one prompt."""
+    """In Nash-MD the even rows are the policy's, and no two share a prompt."""
     recipe = EVERY["nash-md"]
     stats = toys.jit(functools.partial(learned, recipe))(
         sampled(), reference=frozen.freeze(toys.params())

@@ -1,4 +1,4 @@
-"""Responses without a score: nothing is learned of them, whatever the method."""
+"""Responses without a score are not trained on, with any method."""
 
 import dataclasses
 import functools
@@ -52,7 +52,7 @@ SCORES = np.array([0.5, -1.0, 0.25, 2.0, -0.5, 1.0], np.float32)
 
 
 def rollout(seed=0):
-    """Row 2 with other tokens and log-probs by the seed."""
+    """A rollout whose row 2 depends on the seed."""
     whole = toy_turns.rollout()
     rng = np.random.default_rng(seed)
     row = OUT[:, None] & toy_turns.SAMPLED
@@ -94,7 +94,7 @@ def learned(recipe, *, rollout, score, left_out=OUT):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_failure_pays_no_more_than_an_empty_response(name):
-    """Whatever was sampled and whatever it scored: state and stats, to the bit."""
+    """State and stats do not depend on the failed response, to the bit."""
     recipe = RECIPES[name]
     empty = leave_out(rollout(), rows=jnp.asarray(OUT))
     assert not np.asarray(empty.response_mask)[OUT].any()
@@ -142,7 +142,7 @@ def test_what_is_whitened_is_what_it_is_without_the_row(name):
 @pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("baseline", ["group", "leave_one_out"])
 def test_a_group_s_advantages_are_those_of_the_group_without_it(baseline):
-    """Groups of three, each with a failure, are groups of two."""
+    """Groups of three with a failure equal groups of two."""
     options = SHAPE | {"baseline": baseline, "normalise": None}
     out = np.array([False, True, False, True, False, False])
 
@@ -177,7 +177,7 @@ def test_a_group_s_advantages_are_those_of_the_group_without_it(baseline):
 
 @pytest.mark.slow
 def test_a_pair_is_of_responses_that_have_scores():
-    """Of four the best and the worst that did not fail; of one there is no pair."""
+    """The best and the worst of the responses with a score; one alone makes no pair."""
     recipe = dataclasses.replace(
         RECIPES["online DPO"], group_size=3, labels="bradley_terry"
     )
@@ -271,7 +271,7 @@ def test_what_is_left_out_is_one_bool_a_response(out):
 
 
 def test_worse_responses_that_the_policy_has_left_are_not_in_the_loss():
-    """By the sampler's log-probs, where the ratio is to the trainer's own."""
+    """The mask uses the sampler's log-probs although the ratio uses the trainer's."""
     recipe = RECIPES["RLOO"]
     scored = dataclasses.replace(toy_turns.scored(), scores=toys.array(SCORES))
     made, _ = recipe.experience(scored, kl_coef=0.0)

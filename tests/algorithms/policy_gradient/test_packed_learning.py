@@ -106,7 +106,7 @@ def packing(
 
 
 def close(output, expected, *, atol=1e-5):
-    """Within 1e-5 of the largest number, of trees of gradients or moves."""
+    """Whether trees of gradients or moves agree within 1e-5 of the largest entry."""
     largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
     assert largest > 1e-3
     jax.tree.map(
@@ -213,7 +213,7 @@ def updated(recipe, policy, packed, *, base=None, mesh=None, batched=None):
 
 @pytest.mark.slow
 def test_parts_cut_by_tokens_are_one_step():
-    """One step of one part, and one of two; parts without responses cost nothing."""
+    """A step of one part and one of two; parts without responses have no effect."""
     packed = packing(GROUPS, key=KEY, max_tokens=COLUMNS)
     assert packed.members.shape[:2] == (2, 4)
     np.testing.assert_array_equal(packed.members.any(axis=2).sum(axis=1), [1, 2])
@@ -245,7 +245,7 @@ def test_parts_cut_by_tokens_are_one_step():
 )
 @pytest.mark.parametrize("sharded", [False, True])
 def test_ratios_and_surrogates_in_parts(choices, sharded):
-    """A response whose rows are in another part is left out there, not divided by."""
+    """A part ignores responses of other parts and does not count them in divisors."""
     mesh = MeshShape(data=2, fsdp=2, tensor=2).make() if sharded else None
     recipe = dataclasses.replace(GROUPS, num_minibatches=1, **choices)
     batched = experience()
@@ -281,7 +281,7 @@ def test_a_packing_of_another_update_is_refused():
 
 @pytest.mark.slow
 def test_every_size_is_a_branch():
-    """A layout at the larger of two sizes, cut to the one that holds it."""
+    """A layout at the larger of two sizes, and cut to the smaller one if it fits."""
     form = Form(rows=ROWS, num_minibatches=1, max_new_tokens=SIZE, width=COLUMNS)
     packer = layouts.Packer(form, sample=LENGTHS)
     (rows, reads), *_ = packer.batch.sizes
@@ -358,7 +358,7 @@ def test_families(model, remat):
 @pytest.mark.parametrize("attention", ["xla", "blockwise"])
 @pytest.mark.parametrize("model", [toys.GPT2, tiny.LLAMA])
 def test_a_prompt_that_a_group_shares(model, attention):
-    """Run once per packed row, with the gradient of all responses that see it."""
+    """A packed row reads the prompt once, with the gradients of all responses."""
     params, model = toys.params(model), dataclasses.replace(model, attention=attention)
     recipe = dataclasses.replace(GROUPS, model=model, num_minibatches=1)
     batched = experience(model.vocab_size)
@@ -391,7 +391,7 @@ def test_adapters():
 @pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [None, COLUMNS])
 def test_a_mesh_of_eight(max_tokens):
-    """Rows over four groups of devices, weights over all."""
+    """Rows are sharded over four groups of devices, and weights over all devices."""
     recipe = dataclasses.replace(GROUPS, num_minibatches=1)
     mesh = MeshShape(data=2, fsdp=2, tensor=2).make()
     packed = packing(recipe, key=KEY, devices=4, max_tokens=max_tokens)
@@ -443,7 +443,7 @@ def test_a_reference_by_itself():
 
 @pytest.mark.slow
 def test_a_reward_model():
-    """Also of responses without a token, and of those that fill all columns."""
+    """Includes responses without tokens and responses that fill all columns."""
     form = Form(
         rows=ROWS,
         num_minibatches=1,

@@ -1,4 +1,4 @@
-"""Experts of a mixture from the sampler, or the policy before, to the loss."""
+"""Replayed experts of the sampler or the previous policy, up to the loss."""
 
 import dataclasses
 import functools
@@ -39,7 +39,7 @@ SCORES = np.array([0.5, -1.0, 0.25, 2.0], np.float32)
 
 @functools.cache
 def drawn(*, recorded):
-    """Of two prompts, two responses each, as a group's are run once."""
+    """Two responses to each of two prompts, which are read once per group."""
     alone = toys.prompts((4, 4, 2, 2))
     first = np.array([0, 0, 2, 2])
     prompts = dataclasses.replace(
@@ -57,7 +57,7 @@ def drawn(*, recorded):
 
 @functools.cache
 def experience(recipe, *, flipped=False):
-    """Of a sampler whose tokens meet other experts, if asked for."""
+    """An experience, optionally from a sampler with other experts."""
     params = toys.params(MODEL)
     start = state.grpo_state(
         policy=params,
@@ -121,7 +121,7 @@ def test_the_reference_replays_by_choice_and_old_records_the_trainer():
 
 @pytest.mark.slow
 def test_the_record_and_the_step_of_continuous_batching_are_those_of_a_plain_batch():
-    """Two of four rows at a time: the second group comes in where the first ended."""
+    """Decodes two of four rows at a time; the second group replaces the first."""
     plain = dataclasses.replace(RECIPE, routing_replay=RoutingReplay("sampler"))
     batched = dataclasses.replace(plain, continuous_batching=2)
     of_plain, of_batched = experience(plain), experience(batched)
@@ -183,7 +183,7 @@ def test_the_balance_loss_moves_the_router_alone_of_a_batch_without_advantages()
 
 @pytest.mark.slow
 def test_a_prompt_that_a_group_shares_is_recorded_in_all_of_its_rows():
-    """Another packing may have it in another row than that of the record."""
+    """Another packing may put the prompt into another row."""
     old = dataclasses.replace(RECIPE, routing_replay=RoutingReplay("old"))
     rollout = drawn(recorded=False)
     lengths, columns = np.asarray(spans(rollout)), rollout.tokens.shape[1]

@@ -1,4 +1,4 @@
-"""Several turns: observed tokens weigh nothing, and gradients are those of loops."""
+"""Several turns: observed tokens have no weight, and gradients equal those of loops."""
 
 import dataclasses
 import functools
@@ -82,7 +82,7 @@ with warnings.catch_warnings():
 
 @pytest.fixture
 def stubbed(monkeypatch):
-    """Losses whose models say what stands in their parameters."""
+    """Losses whose stub models return their parameters."""
 
     class Texts:
         mask, tokens, first_column, packing = MASK, None, 0, None
@@ -106,7 +106,7 @@ def stubbed(monkeypatch):
 
 
 def sampled_alone(*, observed: float = 0.0, values_after: bool = False):
-    """Parameters of the stubs, with some number at observed tokens."""
+    """Parameters of the stub models, with numbers at observed tokens too."""
     rng = np.random.default_rng(4)
     numbers = {}
     for name in ("logprobs", "entropy", "exact", "values"):
@@ -128,7 +128,7 @@ def gradient_of(recipe, scored, params):
 @pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("name", RECIPES)
 def test_observed_tokens_have_no_weight_in_any_term(stubbed, name):
-    """Other ids, and 1e9 wherever a number is about them: the same loss to the bit."""
+    """Other ids, and 1e9 in all values about them, leave the loss equal to the bit."""
     recipe, after = RECIPES[name], {"values_after": name.startswith("N+")}
     expected = gradient_of(recipe, toy_turns.scored(**after), sampled_alone(**after))
     mutated = toy_turns.scored(observed=1e9, observed_seed=5, **after)
@@ -145,7 +145,7 @@ def test_observed_tokens_have_no_weight_in_any_term(stubbed, name):
 
 
 def test_one_more_sampled_token_would_weigh(stubbed):
-    """What the test above compares does change where the mask is another."""
+    """The comparison of the test above detects a changed mask."""
     recipe = RECIPES["GRPO"]
     mutated = toy_turns.scored()
     wider = dataclasses.replace(mutated.rollout, response_mask=SAMPLED | OBSERVATIONS)
@@ -158,7 +158,7 @@ def test_one_more_sampled_token_would_weigh(stubbed):
 
 @functools.cache
 def models():
-    """Of small numbers, so that gradients are rounded by less than 1e-6."""
+    """Models with small parameters, so that rounding of gradients is below 1e-6."""
     own, other = (toys.params(seed=seed, scale=0.15) for seed in (0, 3))
     return own, toys.scorer(), toys.freeze(other)
 
@@ -180,7 +180,7 @@ def fresh(recipe):
 
 @functools.partial(toys.jit, static_argnames=("recipe",))
 def learned(rollout, scores, *, recipe):
-    """Loss, gradient and stats of a run's own way, and its experience."""
+    """Loss, gradient and stats as in a run, and the experience."""
     _, critic_params, reference = models()
     start = fresh(recipe)
     _, made, stats, scored = make_experience(
@@ -209,7 +209,7 @@ def of_turns():
     "name", ["PPO", "PPO, exact KL", "N+", "GRPO", "REINFORCE++", "GSPO", "CISPO"]
 )
 def test_what_no_sampled_token_follows_changes_nothing_through_the_models(name):
-    """Policy, reference, critic, rewards and losses: all to the bit."""
+    """Policy, reference, critic, rewards and losses are equal to the bit."""
     recipe = RECIPES[name]
     rollout = toy_turns.rollout(models()[0])
     other = np.where(UNREAD, 3 + (toy_turns.tokens() + 4) % 10, toy_turns.tokens())
@@ -225,7 +225,7 @@ def test_what_no_sampled_token_follows_changes_nothing_through_the_models(name):
 
 @pytest.mark.slow
 def test_what_sampled_tokens_follow_is_their_context():
-    """Log-probs of what came before stay to the bit; those behind do not."""
+    """Earlier log-probs stay equal to the bit; later ones change."""
     arrays = {"model": toys.GPT2, "mask": toys.array(MASK, bool), "temperature": 0.7}
     logprobs = toys.jit(policy.logprobs, static_argnames=("model", "temperature"))
     output, other = (
@@ -238,12 +238,12 @@ def test_what_sampled_tokens_follow_is_their_context():
 
 
 def episode_of(row: int) -> list[int]:
-    """Columns of the sampled tokens, in their order."""
+    """The columns of the sampled tokens, in order."""
     return [column for column in range(MASK.shape[1]) if SAMPLED[row, column]]
 
 
 def close(output, expected):
-    """Gradients within 1e-6, or of entries above 1 within 1e-6 of the largest."""
+    """Whether gradients agree within 1e-6, relative to the largest entry if above 1."""
     largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
     assert 0.1 < largest < 10
     jax.tree.map(
@@ -263,7 +263,7 @@ def log_of(logits, token: int, *, temperature: float):
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
 def test_the_gradient_of_ppo_is_that_of_a_loop_over_turns():
-    """Rewards, GAE and both losses written again, a token at a time."""
+    """The loop implements rewards, GAE and both losses token by token."""
     gamma, lam, temperature, clip = 0.9, 0.8, 0.7, 0.2
     recipe = ppo.PPO(
         **VALUED,
@@ -335,7 +335,7 @@ def test_the_gradient_of_ppo_is_that_of_a_loop_over_turns():
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
 def test_the_gradient_of_grpo_is_that_of_a_loop_over_turns():
-    """Whole episodes in groups of two, k3 in the loss, the mean of each episode."""
+    """Groups of two whole episodes, k3 in the loss, and the mean over each episode."""
     temperature, clip = 1.0, 0.2
     recipe = grpo.GRPO(
         **GROUP,
@@ -376,7 +376,7 @@ def test_the_gradient_of_grpo_is_that_of_a_loop_over_turns():
         return total / len(MASK)
 
     def penalty_of(x):
-        """The value of IN_LOSS is k1, its gradient that of k2."""
+        """IN_LOSS has the value of k1 and the gradient of k2."""
         return x**2 / 2 + jax.lax.stop_gradient(x - x**2 / 2)
 
     expected, slope = toys.jit(jax.value_and_grad(by_hand))(policy_params)
@@ -385,7 +385,7 @@ def test_the_gradient_of_grpo_is_that_of_a_loop_over_turns():
 
 
 def in_shared_prompts(rollout):
-    """The prompts of a group are those of its first row."""
+    """Gives all rows of a group the prompt of its first row."""
     tokens, mask = np.array(rollout.tokens), np.array(rollout.mask)
     for array in (tokens, mask):
         array[:, : toy_turns.PROMPT] = np.repeat(
@@ -402,7 +402,7 @@ def in_shared_prompts(rollout):
     ("name", "group_size"), [("N+, exact KL", 1), ("GRPO", 2), ("GSPO", 1)]
 )
 def test_packed_rows_give_the_numbers_of_padded_ones(name, group_size):
-    """Observed tokens stand in packed rows, and responses may share their prompt."""
+    """Packed rows include observed tokens, and responses may share their prompt."""
     recipe = RECIPES[name]
     rollout = in_shared_prompts(toy_turns.rollout(models()[0]))
     columns = MASK.shape[1]
@@ -473,7 +473,7 @@ def test_rewards_to_go_leave_out_turns_that_are_over():
 
 
 def test_groups_compare_whole_episodes_however_turns_share_their_reward():
-    """Equal totals are equal to the bit, though 0.1 + 0.2 + 0.7 is no 1 in float32."""
+    """Equal totals compare equal, although 0.1 + 0.2 + 0.7 is not 1 in float32."""
     totals = jnp.asarray([1.0, 1.0, 1.0, 0.0, 1.0, 1.0])
     _, early = toy_turns.rewards()
     scored = dataclasses.replace(
@@ -490,7 +490,7 @@ def test_groups_compare_whole_episodes_however_turns_share_their_reward():
 @pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("baseline", ["group", "leave_one_out"])
 def test_an_episode_that_never_began_is_none_of_its_group(baseline):
-    """Rows 0 to 2 are one group, of which row 1 has no token; so are rows 3 to 5."""
+    """Rows 0 to 2 and 3 to 5 are groups; row 1 has no token."""
     scored = dataclasses.replace(
         toy_turns.scored(), kl=None, scores=toys.array([1.0, 0.0, 4.0, 2.0, 0.0, 5.0])
     )
@@ -558,7 +558,7 @@ def test_an_episode_that_never_began_is_in_no_moment():
 
 @pytest.mark.slow
 def test_an_episode_that_never_began_is_in_no_mean_of_the_kl(monkeypatch):
-    """Exact KL, and that to a further reference: row 1 of six has no token."""
+    """Exact KL, also to a further reference; row 1 of six has no token."""
     begun = toys.array(SAMPLED & (np.arange(6) != 1)[:, None], bool)
     rollout = dataclasses.replace(toy_turns.rollout(), response_mask=begun)
     old = rollout.old_logprobs
@@ -615,7 +615,7 @@ def test_statistics_count_turns_and_what_was_observed():
 
 
 def test_a_turn_that_observes_nothing_is_a_turn():
-    """It ends where the next one begins, so that no gap tells them apart."""
+    """It ends where the next one begins, so there is no gap between them."""
     ends = toy_turns.TURN_ENDS.copy()
     ends[2, toy_turns.PROMPT + 1] = True  # "a b" and "a E" of "a b a E"
     scored = dataclasses.replace(toy_turns.scored(), turn_ends=jnp.asarray(ends))
@@ -640,7 +640,7 @@ def test_a_turn_that_observes_nothing_is_a_turn():
     ],
 )
 def test_turns_have_their_shares_of_the_shaped_score(shaping, total, shares):
-    """Three turns worth 2 each in row 3, which no stop token ends."""
+    """Three turns worth 2 each in row 3, which has no stop token."""
     rollout = toy_turns.rollout()
     at = np.flatnonzero(toy_turns.TURN_ENDS[3])
     tokens = np.array(rollout.tokens)

@@ -1,4 +1,4 @@
-"""A critic with programs of its own, against PPO as one program."""
+"""A critic with its own programs, compared with PPO as one program."""
 
 import dataclasses
 import functools
@@ -73,7 +73,7 @@ def close(left, right, *, rtol=1e-4, atol=1e-6):
 
 @pytest.fixture(scope="module")
 def experience():
-    """With a value after the last token, so that no mask can stand for another."""
+    """An experience with a value after the last token, so that all masks differ."""
     rollout = toys.sampled(POLICY)
     longer = score.value_mask(rollout, after_stop=True)
     assert (longer & ~rollout.response_mask).any()
@@ -162,7 +162,7 @@ def test_beside_the_policy_s_loss_a_rejected_response_has_values_too(
 def test_the_loss_is_told_the_values_and_the_responses_of_a_minibatch(
     experience, monkeypatch, emptied, valued
 ):
-    """Not those of a micro-batch; a rejected response has values, an empty row none."""
+    """Not those of a micro-batch; rejected responses have values, empty rows none."""
 
     def counts(critic, *, experience, num_values, num_valued, **_):
         loss = critic["score"]["bias"].sum() * experience.mask.sum()
@@ -188,7 +188,7 @@ def test_the_loss_is_told_the_values_and_the_responses_of_a_minibatch(
 
 @pytest.mark.slow
 def test_adapters_are_read_over_their_base_wherever_they_are_read():
-    """Traced and not run: without its base an adapter is no model."""
+    """Traced but not run; without its base an adapter cannot be used."""
     lora = LoRA(rank=2)
     recipe = dataclasses.replace(BASE, lora=lora)
 
@@ -303,7 +303,7 @@ def reward(rollout: batch.Rollout) -> jax.Array:
     ],
 )
 def test_on_devices_of_its_own(place):
-    """Three iterations beside `ppo.iteration` on one device."""
+    """Compares three iterations with `ppo.iteration` on one device."""
     shape, placement, lora = PLACES[place]
     settings = dataclasses.replace(BASE, lora=lora)
     if lora is not None:  # at LR they diverge by the third step, and rounding with them
@@ -396,7 +396,7 @@ def test_on_devices_of_its_own(place):
 
 @pytest.mark.slow
 def test_a_critic_elsewhere_is_the_one_here(experience):
-    """Its values and its update, on the last of eight devices."""
+    """Values and update of a critic on the last of eight devices."""
     settings = dataclasses.replace(BASE, **WAYS[FIRST])
     mesh = MeshShape().make(jax.devices()[-1:])
     home = MeshShape().make(jax.devices()[:1])
@@ -425,7 +425,7 @@ def test_a_critic_elsewhere_is_the_one_here(experience):
 def test_the_critic_reads_responses_alone_and_packed_where_they_are(
     experience, monkeypatch
 ):
-    """What its loss and its values are told; no model is run."""
+    """Checks the arguments of its loss and values; no model is run."""
     calls = []
     zeros = jnp.zeros(experience.tokens.shape, jnp.float32)
 

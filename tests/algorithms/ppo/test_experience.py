@@ -169,7 +169,7 @@ def test_objective_stats_without_a_reference():
 
 
 def test_the_penalty_is_the_estimators_not_k1():
-    """With a KL of 2 nats at every token: 13 tokens of 5 responses at 0.2 a nat."""
+    """A KL of 2 nats at every token: 13 tokens of 5 responses at β = 0.2."""
     stats = stats_of(scored(kl=jnp.full(MASK.shape, 2.0)))
     np.testing.assert_allclose(
         stats["objective/non_score_reward"], -0.2 * 2 * MASK.sum() / 5, rtol=1e-6
@@ -224,7 +224,7 @@ def test_kl_by_position_needs_a_reference():
 
 
 def test_a_response_that_stands_twice_is_distinct_once():
-    """The second, third and fifth row say what a row before them said."""
+    """Rows two, three and five repeat an earlier row."""
     tokens = jnp.asarray([[9, 4, 5], [9, 4, 5], [8, 4, 5], [9, 4, 6], [9, 4, 6]])
     mask = jnp.asarray([[0, 1, 1]] * 5, bool)
     rollout = types.SimpleNamespace(tokens=tokens, response_mask=mask)

@@ -62,7 +62,7 @@ def fresh(
 
 
 def reward(rollout: batch.Rollout) -> jax.Array:
-    """Share of response tokens that are even."""
+    """The share of even response tokens."""
     even = (rollout.tokens % 2 == 0).astype(jnp.float32)
     return masked.masked_mean(even, mask=rollout.response_mask, axis=1)
 
@@ -93,7 +93,7 @@ def experience(rollout):
 
 @pytest.fixture(scope="module")
 def updated(experience):
-    """One epoch of one minibatch."""
+    """The state after one epoch with one minibatch."""
     return update(fresh(), experience=experience, key=KEY, recipe=BASE)
 
 
@@ -101,7 +101,7 @@ def updated(experience):
 
 
 def by_hand(params, experience):
-    """PPO's loss from all logits, over every token at once; and its parts."""
+    """PPO's loss from all logits, as a mean over tokens, and its parts."""
     policy_params, critic_params = params
     e = experience
     logits = policy.logits(policy_params, model=toys.GPT2, tokens=e.tokens, mask=e.mask)
@@ -168,7 +168,7 @@ def test_the_stats_of_an_update(updated, hand_made, experience):
 
 @pytest.mark.slow
 def test_before_any_update_the_ratio_is_one(rollout, experience):
-    """approxkl 0, whatever was sampled, since nothing has moved yet."""
+    """approxkl is 0 for any samples, because the policy has not changed yet."""
     own = dataclasses.replace(experience, old_logprobs=rollout.old_logprobs)
     _, stats = update(fresh(), experience=own, key=KEY, recipe=BASE)
     means = masked.mean_stats(stats)
@@ -230,7 +230,7 @@ def test_micro_batches_change_nothing(updated, experience):
 
 
 def visits(monkeypatch, *, key, num_epochs=3, num_minibatches=2, rows=8):
-    """rows[epoch, minibatch, row], as the update takes them."""
+    """rows[epoch, minibatch, row], in the order of the update."""
     visited = []
 
     def record(current, *, minibatch, **_):
@@ -277,7 +277,7 @@ def test_every_epoch_visits_every_row_once_in_an_order_of_its_own(monkeypatch):
 
 @pytest.mark.slow
 def test_each_random_key_is_used_once(monkeypatch):
-    """Rows and positions of the sampler, epochs of the update, over several steps."""
+    """Keys of sampler rows and positions and of update epochs, over several steps."""
     current, experience = fresh(), toys.experience(toys.sampled(POLICY))
     used = []
 
@@ -322,7 +322,7 @@ def reference():
 
 @pytest.fixture(scope="module")
 def learned(reference):
-    """ppo.learn, compiled once for every number of the config."""
+    """ppo.learn, compiled once for all values of the config."""
 
     @toys.jit
     def compiled(current, rollout, scores, changed, policy_lr, critic_lr):
@@ -352,7 +352,7 @@ def adaptive():
 
 @pytest.fixture(scope="module")
 def iteration(reference):
-    """Compiled once, for a policy that has left the reference; donates its state."""
+    """A compiled iteration from a policy that differs from the reference."""
     compiled = (
         toys.jit(
             ppo.iteration,
@@ -414,7 +414,7 @@ def test_the_state_is_donated_and_the_reference_is_not(iteration, reference):
 
 @pytest.mark.slow
 def test_a_reference_frozen_from_the_donated_policy_stands_still(reference):
-    """A copy, not an alias: the policy's buffers are overwritten by its update."""
+    """The reference is a copy; the update overwrites the policy's buffers."""
     own = jax.tree.map(jnp.copy, POLICY)
     frozen_policy = frozen.freeze(own)
     start = fresh()
@@ -477,7 +477,7 @@ def test_every_token_has_the_version_that_drew_it(iteration):
 
 @pytest.mark.long  # test_ppo_details.py has it by hand
 def test_whitening_over_the_minibatch(experience):
-    """Of one row each, so every row is whitened by itself."""
+    """Minibatches of one row, so every row is whitened separately."""
     settings = dataclasses.replace(ALONE, whiten_advantages="minibatch")
     output, _ = update(fresh(), experience=experience, key=KEY, recipe=settings)
     advantages, mask = (
@@ -538,7 +538,7 @@ def test_scores_are_normalised_then_the_missing_stop_is_scored(rollout, referenc
 
 @pytest.mark.slow
 def test_a_broken_minibatch_is_skipped_alone(experience):
-    """Row 2 is broken: its minibatch of one changes nothing, the other three do."""
+    """Row 2 is broken: its minibatch is skipped, and the other three are not."""
     broken = dataclasses.replace(
         experience, returns=experience.returns.at[2].set(jnp.inf)
     )
@@ -619,7 +619,7 @@ PLAIN |= dict.fromkeys(CLIPS, ITERATION.surrogate.clip_range)
 
 @pytest.fixture(scope="module")
 def numbers(rollout, learned):
-    """The state after learn, by numbers of the config."""
+    """The state after `learn`, for values of the config."""
 
     def run(changed, *, policy_lr=LR, critic_lr=LR):
         current = fresh(ITERATION, controller=adaptive())
@@ -641,7 +641,7 @@ def test_no_number_of_the_config_is_inert(numbers, name):
 
 @pytest.mark.slow
 def test_each_role_has_an_optimizer_of_its_own(numbers):
-    """Where one stands still, the other moves as it would."""
+    """If one has a learning rate of 0, the other still trains as before."""
     run, plain = numbers
     both = run(plain)
     policy_still, critic_still = run(plain, policy_lr=0.0), run(plain, critic_lr=0.0)

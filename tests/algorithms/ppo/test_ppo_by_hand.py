@@ -1,7 +1,7 @@
 """PPO with its models, by hand: every loss, both published recipes, the exact KL.
 
-Programs are few, since they cost more than all else here: one takes the gradient of
-every loss from all logits, and what the update did is compared with it.
+There are few programs, because compilation dominates: one computes the gradient of
+every loss from all logits, for comparison with the update.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ values_of = toys.jit(critic.values, static_argnames=("model",))
 
 
 def recipe(published: Recipe, **changes) -> ppo.PPO:
-    """A preset for one step on one batch, so that its gradient can be seen."""
+    """A preset with one step on one batch, which shows the gradient."""
     return ppo.PPO(**{**vars(published), "num_epochs": 1, **changes}, **FIXED)
 
 
@@ -76,7 +76,7 @@ def step(params, grads):
 
 @pytest.fixture(scope="module")
 def untruncated():
-    """Sampled whole, whatever stands in it."""
+    """A rollout sampled without stop tokens."""
     settings = dataclasses.replace(BASE, fixed_length=FixedLength(3, reward_only=True))
     sample = toys.jit(ppo.sample, static_argnames=("recipe",))
     return sample(
@@ -89,7 +89,7 @@ def untruncated():
 
 @pytest.fixture(scope="module")
 def sampled(untruncated):
-    """The same, cut after its first stop token at response index 3 or later."""
+    """The rollout, truncated after the first stop token at response index 3 or more."""
     return rollout.truncate(untruncated, stop_ids=toys.STOP, after=3)
 
 
@@ -120,7 +120,7 @@ def test_a_response_of_fixed_length_goes_on_after_a_stop_token(untruncated, samp
 
 @pytest.fixture(scope="module")
 def answered(sampled):
-    """Responses that end with their first stop token."""
+    """A rollout whose responses end with their first stop token."""
     return rollout.truncate(sampled, stop_ids=toys.STOP)
 
 
@@ -213,7 +213,7 @@ def hand():
 
 
 def made_texts() -> batch.Sequences:
-    """Prompts of 0 to 3 tokens, then answers; a first token is predicted by nothing."""
+    """Prompts of 0 to 3 tokens, then responses; the first token is never predicted."""
     rng = np.random.default_rng(8)
     place = np.arange(7)[None, :]
     starts = np.array([[2], [0], [3], [1]])
@@ -230,7 +230,7 @@ TEXTS = made_texts()
 
 @pytest.fixture(scope="module")
 def experience(answered):
-    """Numbers under which every clip bites, with a value after the last token."""
+    """An experience in which every clip acts, with a value after the last token."""
     made = toys.experience(answered, seed=7)
     longer = score.value_mask(answered, after_stop=True)
     noise = jnp.asarray(np.random.default_rng(4).normal(size=longer.shape), jnp.float32)
@@ -246,7 +246,7 @@ def experience(answered):
 
 
 def poisoned(e: batch.Experience) -> batch.Experience:
-    """Garbage wherever no mask has an entry."""
+    """Writes garbage wherever all masks are False."""
     masks = dict.fromkeys(("old_logprobs", "ref_logprobs", "advantages"), "response")
     masks |= dict.fromkeys(("old_values", "returns", "token_rewards"), "value")
     changed = {
@@ -334,7 +334,7 @@ def test_texts_mixed_in_are_shared_out_over_the_minibatches(experience):
 
 @pytest.mark.long  # each guard alone is in test_ppo_details.py
 def test_the_guards_leave_out_what_they_say(experience):
-    """By row: a ratio of e⁴ is left out alone; one of e⁻⁵ ends the batch there."""
+    """By row: a ratio of e⁴ skips its row; one of e⁻⁵ ends the batch."""
     settings = dataclasses.replace(
         BASE, num_minibatches=4, max_ratio_mean=10.0, stop_approxkl=10.0
     )
@@ -392,7 +392,7 @@ def response_kl(scored: batch.Scored):
 
 
 def as_experience(scored: batch.Scored, **numbers) -> batch.Experience:
-    """What `hand` reads of a scored rollout, with advantages and returns by hand."""
+    """The inputs of `hand` from a scored rollout, advantages and returns by hand."""
     mask = scored.rollout.response_mask
     numbers = {
         name: jnp.asarray(x, jnp.bool_ if name.endswith("mask") else jnp.float32)
@@ -417,7 +417,7 @@ def as_experience(scored: batch.Scored, **numbers) -> batch.Experience:
 def test_openai_2019_by_hand(untruncated, sampled):
     """Rewards whitened in the minibatch, GAE there, a critic that is a head.
 
-    The reward sees truncated responses; all else is of every token.
+    The reward sees truncated responses; everything else uses all tokens.
     """
     settings = recipe(
         OPENAI_2019, fixed_length=FixedLength(3, reward_only=True)
@@ -528,7 +528,7 @@ def test_n_plus_by_hand(answered):
 )
 @pytest.mark.filterwarnings("ignore:KL penalty")  # exact in the reward alone
 def test_exact_kl_in_micro_batches_by_hand(answered, placement):
-    """Clipped at 1.5 nats, with scores that go through every step there is."""
+    """Clipped at 1.5 nats, with scores that use every shaping step."""
     penalty = Penalty(value_estimator="exact", placement=placement, clip=1.5)
     shaping = ScoreShaping(
         normalise=True, clip=1.0, length_penalty=0.05, missing_stop_penalty=0.5
@@ -601,7 +601,7 @@ for_each_penalty = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def kl_terms(answered):
-    """KL in the reward and in the loss of POLICY, and what of them reaches the other.
+    """KL in the reward and in the loss of POLICY, and its gradient in the other model.
 
     By temperature where the other is POLICY itself.
     """

@@ -1,6 +1,6 @@
 """The published details of PPO around its models: scores, rewards, values, updates.
 
-What the models have a part in is checked in test_ppo_by_hand.py.
+Details that need the models are tested in test_ppo_by_hand.py.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ def plain_rollout(tokens, response_mask) -> batch.Rollout:
 
 
 def test_truncation_after_16_tokens_as_published():
-    """Full stops (13) at 3, 15, 16 and 20 of 24 tokens; a row has none from 16 on."""
+    """Full stops (13) at 3, 15, 16 and 20 of 24 tokens; one row has none from 16 on."""
     responses = np.full((4, 24), 7)
     for row, stops in enumerate([(3, 16, 20), (20,), (3, 15), (16,)]):
         responses[row, list(stops)] = 13
@@ -97,7 +97,7 @@ ENDED = np.array([True, False, True, False])
 def test_scores_are_normalised_clipped_charged_for_length_and_for_no_end(
     normalise, clip, length_penalty, missing
 ):
-    """In this order; the EOS trick of N+ replaces the score, TRL's takes from it."""
+    """In this order; N+'s EOS trick replaces the score, TRL's subtracts from it."""
     tokens = np.full(SHORT.shape, 5)
     for row, last in enumerate(SHORT.sum(axis=1) + 1):
         tokens[row, last] = 1 if ENDED[row] else 5
@@ -173,7 +173,7 @@ def scored(*, scores, kl, values, mask) -> batch.Scored:
 
 @pytest.mark.parametrize(("ddof", "first"), [(0, 0.0508), (1, 0.1394)])
 def test_whitened_rewards_of_a_rollout_have_the_published_number(ddof, first):
-    """Rewards 1.2 to 2.0: with γ = λ = 1 and values 0 a return is what is to come."""
+    """Rewards 1.2 to 2.0; with γ = λ = 1 and values 0 a return is the sum to come."""
     token_rewards = np.linspace(1.2, 2.0, 9).reshape(3, 3)
     made = gae_experience(
         scored(
@@ -197,7 +197,7 @@ def test_whitened_rewards_of_a_rollout_have_the_published_number(ddof, first):
 
 @pytest.mark.parametrize("whiten_rewards", [False, True])
 def test_the_value_after_the_stop_as_published(whiten_rewards):
-    """The score lands a column after the last token, or on it where a row is full."""
+    """The score is a column after the last token, or on it if the row is full."""
     rng = np.random.default_rng(3)
     kl, values = rng.normal(size=(2, *SHORT.shape))
     scores, last = np.array([1.0, -2.0, 0.5, 3.0]), SHORT[:, 2:].sum(axis=1) - 1
@@ -239,7 +239,7 @@ def test_the_value_after_the_stop_as_published(whiten_rewards):
 
 
 def numbered(rows=4, columns=6, *, seed=0, garbage=False) -> batch.Experience:
-    """Rows named by their tokens, of several lengths; the last is valued once more."""
+    """Rows of several lengths, named by their tokens; the last has one more value."""
     rng = np.random.default_rng(seed)
     lengths = np.array([3, 1, 4, 2] * (rows // 4))[:, None]
     place = np.arange(columns)[None, :]
@@ -268,10 +268,10 @@ def numbered(rows=4, columns=6, *, seed=0, garbage=False) -> batch.Experience:
 
 @pytest.fixture
 def calls_of_loss(monkeypatch):
-    """Puts a loss in the place of PPO's, and lists what each call of it was given.
+    """Replaces PPO's loss and returns the list of its calls.
 
-    Its gradient is 1 for each of two numbers, policy and critic; its approxkl is that
-    of a log-ratio which is the policy's distance from old_logprobs.
+    Its gradient is 1 for each of two numbers, policy and critic. Its approxkl is that
+    of the log-ratio policy - old_logprobs.
     """
     calls = []
 
@@ -314,7 +314,7 @@ def two_numbers(settings: ppo.PPO, *, policy=0.0) -> state.TrainState:
 def test_whitening_over_the_minibatch_runs_gae_there(
     calls_of_loss, whiten_rewards, whiten_advantages, ddof
 ):
-    """Never over a micro-batch, and what stands outside the masks plays no part."""
+    """Never over a micro-batch, and values outside the masks have no effect."""
     settings = dataclasses.replace(
         BASE,
         whiten_rewards=whiten_rewards,
@@ -408,9 +408,9 @@ def test_a_minibatch_of_a_large_mean_ratio_is_left_out_alone(calls_of_loss):
 
 
 def test_norms_of_gradients_are_those_before_clipping(monkeypatch):
-    """Of ½Σθ², whose gradient is θ; steps of length 0.5 and 0.25 shorten it.
+    """The loss ½Σθ² has the gradient θ; steps of length 0.5 and 0.25 shorten it.
 
-    Logged is the mean over the minibatches, and of a supervised update its only norm.
+    The logged norm is the mean over minibatches; a supervised update has only one.
     """
 
     def loss(policy, critic, *, experience, num_tokens, **_):

@@ -32,7 +32,7 @@ MASK = np.array([[0, 0, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1], [0, 0, 1, 0, 0, 0]], bo
 
 
 def scored_by_hand(kl=True):
-    """Rows of 3, 4 and 1 response tokens, with numbers that are not round."""
+    """Rows of 3, 4 and 1 response tokens, with arbitrary numbers."""
     rng = np.random.default_rng(0)
     numbers = rng.normal(size=(3, *MASK.shape)).astype(np.float32)
     old, ref, kls = (np.where(MASK, of, 0.0) for of in numbers)
@@ -80,7 +80,7 @@ def test_experience_against_loops(kl, whiten):
 
 @pytest.mark.slow
 def test_an_update_is_one_step_up_the_policy_gradient():
-    """On-policy it is Σ A ∇ log π over rows and a constant, from all logits."""
+    """On-policy it is Σ A ∇ log π over rows times a constant, from all logits."""
     settings = dataclasses.replace(BASE, whiten_advantages=False)
     start = state.grpo_state(
         policy=jax.tree.map(jnp.copy, POLICY),
@@ -128,7 +128,7 @@ def test_an_update_is_one_step_up_the_policy_gradient():
 
 
 def score(rollout):
-    """Even tokens are good."""
+    """Rewards even tokens."""
     even = (rollout.tokens % 2 == 0) & rollout.response_mask
     return even.sum(axis=1, dtype=jnp.float32)
 

@@ -84,7 +84,7 @@ def test_an_update_divides_by_the_pairs(pairs, monkeypatch):
 
 @pytest.mark.slow
 def test_it_learns_its_pairs_and_the_margin_asked_for(pairs):
-    """Without a margin the loss is content with less of a lead."""
+    """Without a margin the lead stays smaller."""
 
     def trained(margin):
         with_margin = dataclasses.replace(pairs, margin=jnp.full(4, margin))

@@ -21,7 +21,7 @@ update = toys.jit(
 
 @pytest.fixture(scope="module")
 def texts():
-    """Prompts of 2 tokens, but for row 3: all of it is trained on."""
+    """Texts with prompts of 2 tokens, except row 3, which is all response."""
     mask = masked.lengths_to_mask(jnp.asarray([6, 3, 5, 4], jnp.int32), size=6)
     tokens = np.random.default_rng(3).integers(0, 13, (4, 6))
     starts = jnp.asarray([2, 2, 2, 0])
@@ -84,7 +84,7 @@ def test_nothing_predicts_the_first_token_of_a_text_in_a_packed_row():
 
 
 def test_texts_of_a_packed_row_do_not_see_each_other():
-    """Four texts of 3 tokens in two rows, with two rows of nothing, and in four."""
+    """Four texts of 3 tokens in two rows (with two empty rows) and in four rows."""
     tokens = np.random.default_rng(5).integers(3, 13, (4, 3))
     nothing = np.zeros((4, 3), int)
     apart = np.concatenate([tokens, nothing], axis=1)
@@ -125,7 +125,7 @@ def test_the_loss_falls(texts):
 
 @pytest.mark.slow
 def test_padding_and_prompts_are_not_learned(texts):
-    """Other tokens under the padding change nothing; on either side, neither."""
+    """Tokens under the padding have no effect, on either side."""
     other = dataclasses.replace(texts, tokens=jnp.where(texts.mask, texts.tokens, 12))
     value, _ = loss(PARAMS, texts)
     np.testing.assert_array_equal(loss(PARAMS, other)[0], value)

@@ -1,4 +1,4 @@
-"""What becomes of rows is counted: read, left out, cut, learned, shared."""
+"""Receipts count rows: read, left out, cut, trained on, shared."""
 
 import itertools
 import types
@@ -145,7 +145,7 @@ SPOKEN = [{"role": "user", "content": "the cat"}]
     ids=["messages", "text"],
 )
 def test_fields_beside_the_texts_are_read_where_a_template_is(tmp_path, prompt, unread):
-    """A text goes to the model without a template."""
+    """A plain text is encoded without a template."""
     row = {"prompt": prompt, **NOTES, "response": "sat", "chosen": "sat"}
     row |= {"rejected": "ran", "completion": "sat", "label": True}
     file = toy_files.jsonl(tmp_path / "rows.jsonl", row, row | {"label": False})
@@ -243,7 +243,7 @@ def test_a_margin_is_read(tmp_path):
 
 
 def test_labelled_texts(tmp_path):
-    """A pair is two of them; a response to another prompt is cut to fit."""
+    """A pair gives two labelled texts; a mismatched response is cut to fit."""
     receipts, data, file = one_source(
         tmp_path,
         {"prompt": "the cat", "completion": "sat very good", "label": True},
@@ -315,7 +315,7 @@ def test_lines_of_text_of_which_some_are_blank(tmp_path):
 
 
 def test_blocks_of_which_the_first_are_watched(tmp_path):
-    """31 tokens in blocks of 16, which share one; then in blocks of 4."""
+    """31 tokens in blocks of 16, which share one token; then in blocks of 4."""
     file = tmp_path / "book.txt"
     file.write_text("the cat sat . " * 7 + "a dog ran")
     receipts = Receipts()
@@ -424,7 +424,7 @@ def test_a_long_example_is_cut_around_the_border(prompt, response, before, after
 
 
 def test_a_character_of_several_tokens_and_nothing_at_all():
-    """As a byte-level tokenizer decodes 🙂 in the middle of a border."""
+    """As a byte-level tokenizer decodes part of 🙂 at a border."""
     letters = [b"a", *(bytes([byte]) for byte in "🙂".encode())]
 
     def of_bytes(tokens):
@@ -493,7 +493,7 @@ def labelled_of(file, receipt):
 
 
 def watched_of(file, receipt):
-    """Its demonstrations are pairs' chosen sides, rewritten as it reads them."""
+    """Rewrites the pairs' chosen sides as demonstrations to watch."""
     text = file.read_text().replace('"chosen"', '"response"')
     file.write_text(text)
     options = {"batch_size": 2, "max_rows": 3, "max_length": 9, "receipt": receipt}
@@ -546,7 +546,7 @@ def begun_of(file, receipt):
     )
 )
 def test_rows_read_are_rows_used_and_rows_left_out(tmp_path_factory, reader, rows):
-    """`to_json` checks it too; here it is against what the reader returns."""
+    """`to_json` checks this too; here counts are compared with the reader's rows."""
     rows = [*FIT, *rows]
     file = toy_files.jsonl(tmp_path_factory.getbasetemp() / "any.jsonl", *rows)
     receipts = Receipts()

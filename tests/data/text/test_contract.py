@@ -1,4 +1,4 @@
-"""The promises of the text contract, over a zoo of tokenizers and texts of any kind."""
+"""The text contract, over a zoo of tokenizers and arbitrary texts."""
 
 import functools
 import os
@@ -46,7 +46,7 @@ def decoded(name, ids):
 
 
 def by_hand(name, text):
-    """Whether a text begins with BOS or ends with a stop token, written by hand."""
+    """Whether a text itself begins with BOS or ends with a stop token."""
     trait = ZOO[name]
     bos = trait.tokenizer.bos_token
     return (bos is not None and text.startswith(bos)) or text.endswith(trait.stops)
@@ -84,7 +84,7 @@ def test_what_is_trained_on_decodes_to_the_text(name, prompt, response):
 @quickly
 @given(prompt=texts, response=texts)
 def test_control_tokens_are_those_of_the_contract(name, prompt, response):
-    """BOS once, one stop token at the end, and of tags those of a response."""
+    """One BOS, one stop token at the end, and the tags of a response."""
     control, tags = contract(name).control.ids, contract(name).control.tags
     prompt_ids, answer = demonstrated(name, prompt, response)
     bos, head = ZOO[name].tokenizer.bos_token_id, contract(name).prefix
@@ -100,7 +100,7 @@ def test_control_tokens_are_those_of_the_contract(name, prompt, response):
 @example(prompt="<s>", response="<|eos|>", other="")
 @given(prompt=texts.filter(bool), response=texts, other=texts)
 def test_every_path_has_the_same_tokens(name, prompt, response, other):
-    """Of a demonstration, a pair, a labelled response, a sampled prompt, an episode."""
+    """Demonstrations, pairs, labelled responses, sampled prompts, episodes."""
     tokenizer, stops = ZOO[name].tokenizer, ZOO[name].stop_ids
     prompt_ids, answer = demonstrated(name, prompt, response)
     rows = [{"prompt": prompt, "chosen": response, "rejected": other + "x"}]
@@ -155,7 +155,7 @@ def test_an_observation_and_the_turn_after_it_keep_their_text(name, observed, re
 @quickly
 @given(prompt=texts, response=texts)
 def test_a_response_has_the_tokens_of_both_texts_together(name, prompt, response):
-    """Wherever the tokenizer does not merge across the border."""
+    """Unless the tokenizer merges across the border."""
     tokenizer = ZOO[name].tokenizer
     if any(token in prompt + response for token in CONTROL):
         return
@@ -174,7 +174,7 @@ def test_a_response_has_the_tokens_of_both_texts_together(name, prompt, response
 @quickly
 @given(content=texts, response=texts)
 def test_text_of_messages_opens_and_closes_no_turn(name, content, response):
-    """Of a user, a tool, a document, an option and the assistant itself."""
+    """For texts of users, tools, documents, options and the assistant."""
     tokenizer, stops = ZOO[name].tokenizer, ZOO[name].stop_ids
     encode = functools.partial(
         encoding.encode_demonstrations, tokenizer, max_length=10**6, stop_ids=stops
@@ -256,7 +256,7 @@ def test_an_observation_is_encoded_no_further_than_there_is_room(name, monkeypat
 @quickly
 @given(response=texts)
 def test_a_reward_reads_what_was_written(name, response):
-    """Cut at the stop token, with every tag, and with no stop token left."""
+    """The text is cut at the stop token, which is removed; tags stay."""
     if name in CHATS or by_hand(name, response):
         return
     _, answer = demonstrated(name, "a", response)
@@ -269,7 +269,7 @@ def test_a_reward_reads_what_was_written(name, response):
 
 
 def test_a_text_is_encoded_without_a_look_at_the_whole_vocabulary(monkeypatch):
-    """Which takes 0.1 s of 150,000 tokens; lm-eval encodes texts one by one."""
+    """Reading 150,000 tokens takes 0.1 s, and lm-eval encodes texts one by one."""
     reader = ZOO["BOS and EOS"].tokenizer
     expected = TextContract(reader).written("a")
 

@@ -1,4 +1,4 @@
-"""Texts that a tokenizer reads as a control token though they are written otherwise."""
+"""Texts that a tokenizer reads as a control token although spelt otherwise."""
 
 import pytest
 import tokenizer_zoo
@@ -14,7 +14,7 @@ NAMES = ["<pad>", "</s>", "<unk>", "▁", *tokenizer_zoo.LETTERS]
 
 
 def unigram():
-    """As T5's: its model knows "</s>", and NFKC makes that of "＜/s＞"."""
+    """Like T5's: its model contains "</s>", to which NFKC maps "＜/s＞"."""
     backend = Tokenizer(models.Unigram([(name, -1.0) for name in NAMES], unk_id=2))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
@@ -93,7 +93,7 @@ def test_a_role_opens_no_turn(role):
 
 
 def test_a_template_that_reads_the_end_of_a_thought_alone():
-    """As DeepSeek R1's: the other tag stands nowhere in it."""
+    """Like DeepSeek R1's template, which does not contain the other tag."""
     tokenizer = tokenizer_zoo.finished(
         tokenizer_zoo.byte_level(),
         added=tokenizer_zoo.CHAT,

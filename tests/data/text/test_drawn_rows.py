@@ -1,4 +1,4 @@
-"""The rows that the README draws are learned as they are drawn there."""
+"""The README's example rows are trained on as drawn there."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def drawn(example):
 
 
 def learned_of(row, file):
-    """The texts of a row, by the reader and the encoder of its layout."""
+    """The trained texts of a row, by the reader and encoder of its layout."""
     file.write_text(json.dumps(row) + "\n")
     tokenizer = TRAIT.tokenizer
     chat = isinstance(row.get("prompt", row.get("messages")), list)

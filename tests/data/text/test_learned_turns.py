@@ -1,4 +1,4 @@
-"""Which turns of a conversation are learned, and with which tokens."""
+"""The turns of a conversation that are trained on, and their tokens."""
 
 import json
 
@@ -45,7 +45,7 @@ def row_of(messages):
 
 
 def learned(example, *, trait=CHAT):
-    """What is learned, run by run."""
+    """The trained texts, one per contiguous span."""
     tokens = np.array([*example.prompt, *example.response])
     trained = np.array(example.trained)
     starts = np.flatnonzero(trained[1:] != trained[:-1]) + 1
@@ -134,7 +134,7 @@ def test_marks_that_cannot_be_meant(talk, which, message):
 
 
 def test_pairs_learn_their_responses_alone():
-    """A mark that says so is allowed; one that asks for more is told."""
+    """A mark that agrees is allowed; one that asks for more is refused."""
 
     def pair(prompt, **mark):
         row = {"prompt": prompt, "chosen": [assistant("A", **mark)], "rejected": "B"}
@@ -153,7 +153,7 @@ def test_pairs_learn_their_responses_alone():
 
 
 def test_a_template_that_leaves_out_what_is_to_be_learned():
-    """As Qwen3's, which writes what was thought in the last turn alone."""
+    """Like Qwen3's, which writes the thoughts of the last turn only."""
     thought = assistant("<think>hm</think>\nFIRST")
     talk = [user("a"), thought, user("b"), assistant("SECOND")]
     with pytest.raises(InputError, match="leaves out a part of '<think>hm</think>"):
@@ -166,7 +166,7 @@ def test_a_template_that_leaves_out_what_is_to_be_learned():
 
 
 def test_a_turn_whose_beginning_merges_with_the_template_s_end():
-    """The prompt keeps the tokens that it has when a response is sampled: rule 1."""
+    """By rule 1, the prompt keeps the tokens that it has in sampling."""
     talk = [user("a"), assistant("\n\nFIRST"), user("b"), assistant("\n\nSECOND")]
     tokenizer = CHAT.tokenizer
     example = encoded(row_of(talk), assistant_turns="all")
@@ -213,7 +213,7 @@ def test_a_conversation_that_the_assistant_opens():
 
 
 def test_what_the_template_writes_before_a_turn_is_never_learned():
-    """Also where the turn before is the assistant's, too."""
+    """Also if the previous turn is the assistant's."""
     talk = [
         user("a"),
         assistant("FIRST"),

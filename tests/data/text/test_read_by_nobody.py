@@ -1,4 +1,4 @@
-"""What a row holds and no template reads: it is refused, or none of the template's."""
+"""Fields of a row that no template reads are refused, or are not the template's."""
 
 import pytest
 import tokenizer_zoo
@@ -22,7 +22,7 @@ def reader(template):
 
 
 def calling(condition):
-    """ChatML that writes calls of tools where the condition holds of a message m."""
+    """ChatML that writes tool calls if the condition holds for a message m."""
     return TRAIT.tokenizer.chat_template.replace(
         "m.content +",
         f"(m.tool_calls | map(attribute='name') | join if {condition} else m.content)"
@@ -36,7 +36,7 @@ def demonstrated(row, *, tokenizer=TRAIT.tokenizer):
 
 
 def test_a_text_s_fields_of_the_template_s_names_are_its_own():
-    """A reward reads them, and the receipt names them."""
+    """Rewards read them, and the receipt names them."""
     row = {"prompt": "a", "response": "b"}
     assert demonstrated(row | OTHERS) == demonstrated(row)
     _, [ids] = encoding.encode_prompts(TRAIT.tokenizer, [row | OTHERS], **LIMITS)
@@ -48,7 +48,7 @@ def test_a_text_s_fields_of_the_template_s_names_are_its_own():
 )
 @pytest.mark.parametrize("condition", ["false", "m.content is none"])
 def test_calls_that_the_template_leaves_out(call, condition):
-    """Always, or as it takes a message with a call alone for one with a text."""
+    """The template never writes calls, or not in a message with a text."""
     tokenizer = reader(calling(condition))
     call = CALL | {"tool_calls": [call]}
     for row in (

@@ -1,4 +1,4 @@
-"""What a row says of how its texts are read: tools, options, control tokens by name."""
+"""A row's own reading options: tools, template options, control tokens by name."""
 
 import pytest
 import tokenizer_zoo
@@ -81,7 +81,7 @@ def test_fields_that_cannot_be_meant(fields, message):
 
 
 def test_tool_calls_of_the_assistant_reach_the_template():
-    """Which may say nothing besides."""
+    """The message may have no other text."""
     template = CHAT.tokenizer.chat_template.replace(
         "m.content +",
         "m.content + (m.tool_calls | map(attribute='name') | join if m.tool_calls"
@@ -102,7 +102,7 @@ BY_HAND = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_a_row_may_ask_for_control_tokens_by_name():
-    """As one that was written by a template before."""
+    """For example a row that a template has already written."""
     reader = CHAT.tokenizer
     named = {"control_tokens": ["<|im_start|>", "<|im_end|>"]}
     ids = prompt_of({"prompt": BY_HAND} | named)
@@ -124,7 +124,7 @@ def test_a_row_may_ask_for_control_tokens_by_name():
 
 
 def test_the_run_s_own_template_holds_control_tokens_and_the_question_none():
-    """Of --template; a question that says the same stays text."""
+    """For --template; the same string in a question stays text."""
     reader = CHAT.tokenizer
     options = AskedPrompts(
         prompts="prompts.jsonl",
@@ -166,7 +166,7 @@ def test_tags_are_tokens_of_a_response_and_text_of_a_prompt():
 
 
 def test_a_stop_token_of_ordinary_text_may_stand_in_a_prompt_alone():
-    """As a line end, which no other tokens spell."""
+    """Such as a line end, which no other tokens spell."""
     trait = ZOO["byte level"]
     [end] = trait.tokenizer("\n", add_special_tokens=False)["input_ids"]
     limits = {"max_length": 99, "stop_ids": [end]}
@@ -181,7 +181,7 @@ def test_a_stop_token_of_ordinary_text_may_stand_in_a_prompt_alone():
 
 
 def test_where_a_tokenizer_merges_across_the_border():
-    """The prompt keeps its tokens, as when a response is sampled; GPT-2's as before."""
+    """The prompt keeps its tokens, as in sampling; GPT-2's are unchanged."""
     tokenizer = ZOO["byte level"].tokenizer
     [example] = encoding.encode_demonstrations(
         tokenizer, [{"prompt": "A: ", "response": "4"}], max_length=9

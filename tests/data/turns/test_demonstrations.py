@@ -1,4 +1,4 @@
-"""Episodes to learn from: the ids of a run, of which only responses are trained on."""
+"""Demonstrated episodes: a run's ids, of which only responses are trained on."""
 
 import json
 
@@ -19,7 +19,7 @@ TURNS = ["calc 3 4", "\n7\n", "is 7"]
 
 @pytest.fixture
 def words():
-    """A word, a digit or a newline is a token."""
+    """One token per word, digit or newline."""
     names = ["<eos>", "<|im_start|>", "<|im_end|>", "<unk>", "\n", "calc", "is", "Hi"]
     names += ["user", "assistant", "system", "You", "are", "a", "helpful", "."]
     names += [str(digit) for digit in range(10)]
@@ -56,7 +56,7 @@ def test_responses_end_and_observations_are_told_apart(words):
 
 
 def test_a_conversation_has_the_ids_of_its_template(words):
-    """The template's own, from the first turn to the last stop token."""
+    """The template's ids, from the first turn to the last stop token."""
     words.chat_template = QWEN2.text
     stop = words.convert_tokens_to_ids("<|im_end|>")
     prompt = [{"role": "user", "content": "calc 3 4"}]
@@ -127,7 +127,7 @@ def test_turns_that_are_none_are_refused(tmp_path, turns, message):
 
 
 def test_turns_are_read_where_episodes_are_learned_alone(tmp_path):
-    """A reward model's demonstrations are single responses, and the error says so."""
+    """A reward model's demonstrations are single responses; the error says so."""
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": "3 4", "turns": TURNS}) + "\n")
     assert len(files.read_demonstrations(file, turns=True)) == 1

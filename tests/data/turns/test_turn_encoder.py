@@ -1,4 +1,4 @@
-"""What stands between two sampled turns: the template's own ids, and nobody else's."""
+"""The ids between two sampled turns are the template's own."""
 
 import functools
 import json
@@ -34,7 +34,7 @@ def message(role, text):
 
 
 def finished(reader, template):
-    """A tokenizer with a template's tokens, one of which strips what follows it."""
+    """A tokenizer with a template's tokens, one of which strips the following text."""
     tokens = [
         tokenizers.AddedToken(text, special=True, rstrip=template is PHI3)
         for text in template.special
@@ -52,7 +52,7 @@ def finished(reader, template):
 
 
 def sentencepiece(template):
-    """As Llama 2's: a blank before every text, bytes for unknown letters."""
+    """Like Llama 2's: a blank before every text, bytes for unknown letters."""
     letters = [chr(code) for code in range(33, 127)] + ["▁", "▁▁", "▁t", "er"]
     names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
     model = tokenizers.models.BPE(
@@ -82,7 +82,7 @@ def sentencepiece(template):
 
 @pytest.fixture
 def gpt2(shared_data):
-    """GPT-2's own byte pairs, with a template's tokens."""
+    """GPT-2's byte pairs, with a template's tokens."""
 
     def read(template):
         reader = tokenization.load_tokenizer(shared_data / "gpt2-tokenizer")
@@ -101,19 +101,19 @@ def encoder_of(reader, template, *, chat=True):
 
 
 def written(reader, messages):
-    """What `transformers` makes of a whole conversation."""
+    """The ids of a whole conversation by `transformers`."""
     return reader.apply_chat_template(messages, tokenize=True, return_dict=False)
 
 
 def answered(ids, *, reader, template):
-    """The ids as they stand in a conversation in which the next turn was answered."""
+    """The ids without the opening of the next turn."""
     opening = reader(template.opening, add_special_tokens=False)["input_ids"]
     assert ids[len(ids) - len(opening) :] == opening
     return ids[: len(ids) - len(opening)]
 
 
 def check_turns(reader, template, *, prompt, turns):
-    """The template's ids, turn by turn: those between, and the sampled ones as left.
+    """Checks ids turn by turn: the template's between turns, and unchanged samples.
 
     Args:
       turns: (what the assistant says, the observation); the last has None.
@@ -174,7 +174,7 @@ def test_the_ids_are_those_of_the_whole_conversation(family, kind, gpt2):
 @pytest.mark.cases(quick=2)
 @for_each_family
 def test_a_message_of_the_system(family, gpt2):
-    """But for Mistral's template, which moves it to the last turn of the user."""
+    """Except for Mistral's template, which moves it to the user's last turn."""
     template = FAMILIES[family]
     reader = gpt2(template)
     prompt = [message("system", "Be brief."), message("user", "What is 12*7?")]
@@ -197,7 +197,7 @@ def test_a_message_of_the_system(family, gpt2):
 @pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("family", [f for f in FAMILIES if FAMILIES[f].tools])
 def test_what_tools_return_has_its_role(family, gpt2):
-    """Two of them after one turn; Qwen 3 writes an empty thought into the last turn."""
+    """Two results follow a turn; Qwen 3 writes an empty thought into the last turn."""
     template = FAMILIES[family]
     reader = gpt2(template)
     texts = ("84", 'no "such"\ntool: é 🙂')
@@ -234,7 +234,7 @@ def test_gpt2s_ids_by_hand(gpt2):
 
 
 def test_qwen3s_template_leaves_out_what_was_thought_and_we_do_not(gpt2):
-    """What it rewrites is the sampled turns: the ids between are its own."""
+    """It rewrites sampled turns, which we keep; the ids between are the template's."""
     reader = gpt2(QWEN3)
     encoder = encoder_of(reader, QWEN3)
     question, thought = (
@@ -256,7 +256,7 @@ def test_qwen3s_template_leaves_out_what_was_thought_and_we_do_not(gpt2):
 
 
 def test_qwen3_5s_template_opens_a_thought_as_it_asks_for_a_turn(gpt2):
-    """What is sampled, or learned, begins behind it; a row may ask for no thought."""
+    """Sampled and trained tokens begin after it; a row may ask for no thought."""
     reader = gpt2(QWEN3_5)
     stop = reader.convert_tokens_to_ids("<|im_end|>")
     question = [message("user", "12*7?")]
@@ -291,7 +291,7 @@ INJECTED = (
 @for_each_family
 @pytest.mark.parametrize("kind", ["gpt2", "sentencepiece"])
 def test_no_text_becomes_a_control_token(family, kind, gpt2):
-    """Of an observation, a prompt or another field of a message."""
+    """Neither of an observation, a prompt nor another field of a message."""
     template = FAMILIES[family]
     reader = gpt2(template) if kind == "gpt2" else sentencepiece(template)
     bad = INJECTED.format(
@@ -347,7 +347,7 @@ CALLS = (
 
 
 def test_fields_that_are_no_texts_reach_the_template_as_they_are(gpt2):
-    """Calls of tools; and null, which rows of a table have where others have calls."""
+    """Tool calls; and null, which tables have in rows without calls."""
     reader = gpt2(chat_templates.GPT2)
     reader.chat_template = CALLS
     encoder = encoder_of(reader, chat_templates.GPT2)
@@ -386,7 +386,7 @@ def test_plain_text_is_encoded_as_it_is(gpt2):
 
 
 def test_a_plain_prompt_begins_as_the_tokenizer_begins_a_text():
-    """With BOS, whether or not it holds what is not to be a control token."""
+    """With BOS, also if its text spells a control token."""
     reader = sentencepiece(chat_templates.LLAMA2)
     bos = reader.bos_token_id
     reader.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
@@ -401,7 +401,7 @@ def test_a_plain_prompt_begins_as_the_tokenizer_begins_a_text():
 
 
 def test_letters_that_the_tokenizer_reads_as_others():
-    """A normaliser makes of full-width letters what the token's string is made of."""
+    """A normaliser maps full-width letters to the letters of a token's string."""
     template = chat_templates.LLAMA2
     reader = sentencepiece(template)
     reader.backend_tokenizer.normalizer = tokenizers.normalizers.NFKC()
@@ -429,7 +429,7 @@ def test_a_word_without_a_token_is_no_control_token():
 
 
 def test_a_turn_may_end_with_any_of_the_stop_ids(gpt2):
-    """What follows is what the template writes after its own."""
+    """The template's usual text after a turn follows."""
     template = PHI3
     reader = gpt2(template)
     stops = [reader.convert_tokens_to_ids(t) for t in ("<|endoftext|>", "<|end|>")]

@@ -24,7 +24,7 @@ TEXT = "Natalia sold clips to 48 of her friends in April, and then half as many.
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory, shared_data):
-    """Random weights that are far from uniform, and GPT-2's tokenizer."""
+    """A checkpoint with non-uniform random weights and GPT-2's tokenizer."""
     rng = np.random.default_rng(0)
     shapes = jax.eval_shape(lambda: decoder.init(jax.random.key(0), model=MODEL))
     params = jax.tree.map(
@@ -51,7 +51,7 @@ def request(*args):
 
 @pytest.fixture(scope="module")
 def alone(checkpoint):
-    """log π of each token of an unpadded row by another function, and the likeliest."""
+    """log π of each token of an unpadded row by another function; the greedy tokens."""
     _, params, _ = checkpoint
     logits = jax.jit(
         lambda tokens: forward.logits(
@@ -93,7 +93,7 @@ def test_log_likelihoods_are_sums_over_the_continuation(policy, checkpoint, alon
 
 
 def test_a_continuation_without_a_token_is_told(policy):
-    """A token "ab" holds both, so that none is left to be predicted."""
+    """The token "ab" contains both, so no token is left to predict."""
     with pytest.raises(InputError, match="continuation 'b' of 'a': expected a token"):
         policy.loglikelihood([request("a", "b")], disable_tqdm=True)
 
@@ -122,7 +122,7 @@ def test_an_empty_context_is_the_prefix_token(policy, checkpoint, alone):
 
 
 def test_a_context_of_spaces_is_the_prefix_token(policy, checkpoint, alone):
-    """The spaces go to the continuation, and nothing is left before it."""
+    """The spaces move to the continuation, so its context is empty."""
     _, _, tokenizer = checkpoint
     ids = tokenizer(" The cat")["input_ids"]
     logprobs, _ = alone([tokenizer.bos_token_id, *ids])
@@ -131,7 +131,7 @@ def test_a_context_of_spaces_is_the_prefix_token(policy, checkpoint, alone):
 
 
 def test_bos_is_added_where_it_is_asked_for(policy, checkpoint, alone, monkeypatch):
-    """GPT-2's tokenizer adds none itself."""
+    """GPT-2's tokenizer does not add it."""
     _, _, tokenizer = checkpoint
     bos, ids = tokenizer.bos_token_id, tokenizer("The cat")["input_ids"]
     assert policy.tok_encode("The cat") == ids
@@ -150,7 +150,7 @@ def test_bos_is_added_where_it_is_asked_for(policy, checkpoint, alone, monkeypat
 
 @pytest.mark.parametrize("times", [1, 2, 4, 6])
 def test_long_texts_are_read_in_windows(policy, checkpoint, alone, times):
-    """Every token once; a window but the first begins with one token that was read.
+    """Every token is read once; later windows begin with one token of the previous.
 
     tokens     0 1 2 3 4 5 6 7 8 9         a context of 4
     windows    E 0 1 2 | 3 4 5 6 | 5 6 7 8 (8 and 9 are predicted in the last)
@@ -272,7 +272,7 @@ metric_list:
 
 
 def test_lm_eval_runs_tasks_of_all_kinds(policy, tmp_path, monkeypatch):
-    """A choice among continuations, a perplexity and responses, from local files."""
+    """Multiple choice, perplexity and generation tasks, from local files."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     import lm_eval

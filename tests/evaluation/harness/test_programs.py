@@ -38,12 +38,12 @@ def made(*, mesh="data=1", batch_size=3, max_length=CONTEXT):
 
 @functools.cache
 def logits(tokens):
-    """f64[S, V] of a text as it stands alone."""
+    """f64[S, V], the logits of a text without padding."""
     return oracles.decoder_logits(toys.params(), toys.GPT2, list(tokens))
 
 
 def by_token(context, continuation, *, max_length=CONTEXT):
-    """Σ log π and the greedy flag, each token after all that the model reads."""
+    """Σ log π and the greedy flag, token by token with the full context."""
     text = [*context, *continuation][-(max_length + 1) :]
     read = logits(tuple(text[:-1]))[-len(continuation) :]
     total, greedy = 0.0, True
@@ -54,7 +54,7 @@ def by_token(context, continuation, *, max_length=CONTEXT):
 
 
 def likeliest(context, count):
-    """The most likely tokens one after another."""
+    """The greedy continuation, token by token."""
     tokens = list(context)
     for _ in range(count):
         tokens.append(int(np.argmax(logits(tuple(tokens))[-1])))
@@ -77,7 +77,7 @@ LENGTHS = [(1, 1), (3, 2), (20, 4), (2, 17), (17, 7), (5, 1), (9, 5), (30, 6), (
     ],
 )
 def test_likelihoods_are_those_of_a_loop(mesh, batch_size):
-    """Of every length, in any order, in batches that are not full."""
+    """With all lengths, in any order, and with partial batches."""
     texts = [(drawn(i, n), drawn(i + 50, k)) for i, (n, k) in enumerate(LENGTHS)]
     texts += [(drawn(7, 6), likeliest(drawn(7, 6), 3))]
     likelihoods = dict(made(mesh=mesh, batch_size=batch_size).likelihoods(texts))
@@ -178,7 +178,7 @@ def test_a_response_needs_room():
 
 @pytest.mark.slow
 def test_the_program_is_that_of_the_policy_s_own_log_probs():
-    """Column for column, with another function of the library on unpadded rows."""
+    """Compares columns with another function of the library on unpadded rows."""
     text = drawn(11, 14)
     inputs = np.array([text[:-1]], np.int32)
     targets = np.array([text[-5:]], np.int32)

@@ -1,4 +1,4 @@
-"""KL of two heads in vocabulary chunks, against the logits of all words."""
+"""KL of two heads in vocabulary chunks, against all logits."""
 
 import functools
 
@@ -78,7 +78,7 @@ def whole(direction="reverse", k=None):
     one_in(3, [(1.5, 0.7), (1.5, None), (None, 0.7)]),
 )
 def test_each_model_has_its_own_softcap(softcap, ref_softcap):
-    """Value and gradient are those of logits that were capped one by one."""
+    """Value and gradient equal those of separately capped logits."""
 
     def whole(hidden, head, ref_hidden, ref_head, *, temperature):
         def logits(hidden, head, cap):
@@ -102,7 +102,7 @@ def test_each_model_has_its_own_softcap(softcap, ref_softcap):
 
 
 def materialised(*arrays, temperature, k=None, direction="reverse"):
-    """The same of the logits of all words, by jax."""
+    """The reference implementation, from all logits."""
     hidden, head, ref_hidden, ref_head = arrays
     logits = jnp.einsum("btd,vd->btv", hidden, head[:V])
     ref_logits = jnp.einsum("btd,vd->btv", ref_hidden, ref_head[:V])
@@ -154,7 +154,7 @@ def test_exact_matches_the_oracle(direction, k, max_logits):
 @pytest.mark.slow
 @pytest.mark.parametrize("direction", one_in(2, DIRECTIONS))
 def test_exact_gradient_matches_finite_differences(direction):
-    """Of a reference that is of another width, with other padding."""
+    """With a reference of another width and padding."""
     arrays = (HIDDEN, HEAD, normal(B, S, 4), normal(V + 2, 4))
     _, gradients = chunked(direction)(0.7, *arrays)
     for argument in (0, 1):
@@ -204,7 +204,7 @@ def test_equal_models_have_no_kl_and_no_slope(direction, k, max_logits):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("max_logits", [2 * B * S * 64, 2**24])
 def test_logits_that_lie_far_apart(direction, max_logits):
-    """A spread of about 30 nats over 300 words, chunks that do not divide them."""
+    """Logits over 30 nats, 300 tokens, and chunks that do not divide them."""
     rng = np.random.default_rng(1)
     width, vocab = 16, 300
     hidden = rng.normal(0, 1.4, (B, S, width)).astype(np.float32)
@@ -252,7 +252,7 @@ def test_columns_before_the_first_are_0(first_column):
 
 @pytest.mark.parametrize("k", [None, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_column_that_is_masked_out_plays_no_part(k):
-    """Hidden states of padding, of either model, reach neither value nor gradient."""
+    """Hidden states at padding affect neither value nor gradient."""
     mask = np.ones((B, S), bool)
     mask[0, 2], mask[1, 4] = False, False
 
@@ -304,7 +304,7 @@ def test_rows_on_eight_devices_give_the_same(k):
 
 @pytest.mark.slow
 def test_mapped_over_models_it_is_each_models_own():
-    """As a sweep does that maps over seeds."""
+    """As in a sweep that maps over seeds."""
     hidden = normal(3, B, S, D)
     head = normal(3, PADDED, D)
 
@@ -344,7 +344,7 @@ def test_top_k_rises_to_the_exact_kl():
 
 
 def test_top_k_keeps_the_policys_words_in_both_directions():
-    """Two words of the policy, of a reference that likes another one best."""
+    """The policy's two likeliest tokens, although the reference prefers another."""
     logits = jnp.log(jnp.array([0.5, 0.3, 0.1, 0.1]))
     ref_logits = jnp.log(jnp.array([0.2, 0.2, 0.5, 0.1]))
     merged, ref_merged = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
@@ -375,7 +375,7 @@ def test_top_k_gradient_matches_finite_differences():
 
 @pytest.mark.slow
 def test_top_k_with_words_that_cannot_come():
-    """Words 4 to 6 come in neither model, so that the bucket of k = 4 is empty."""
+    """Tokens 4 to 6 are impossible in both models, so the bucket of k = 4 is empty."""
     logits, ref_logits = normal(7), normal(7)
     logits[4:], ref_logits[4:] = -np.inf, -np.inf
     expected = kl.exact(logits[:4], ref_logits[:4])
@@ -390,7 +390,7 @@ def test_top_k_with_words_that_cannot_come():
 @pytest.mark.slow
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_a_quarter_of_the_memory_at_the_size_of_gpt2(direction):
-    """Bytes by the compiler, nothing runs; D = 64 keeps the heads small beside."""
+    """The compiler's figure, without a run; D = 64 keeps the heads small."""
     rows, columns, width, vocab, padded = 4, 256, 64, 50257, 50304
 
     def in_chunks(*arrays):

@@ -51,7 +51,7 @@ def step(controller, kl, length, *, num_episodes: int):
 
 
 def run(controller, kls, num_episodes: int = 512, length=None) -> list[float]:
-    """Coefficients before the first update and after each, from one jitted step."""
+    """The coefficients before the first update and after each, by one jitted step."""
     length = None if length is None else jnp.float32(length)
     coefficients = [float(controller.kl_coef)]
     for kl in kls:
@@ -65,7 +65,7 @@ def run(controller, kls, num_episodes: int = 512, length=None) -> list[float]:
 
 @pytest.mark.parametrize("length", [None, 1.0, 23.5])
 def test_adaptive_matches_the_oracle(length):
-    """Nats per token are those of the responses together over their tokens."""
+    """Nats per token are the total KL of the responses over their tokens."""
     kls = [0.0, 3.0, 5.9, 6.0, 7.0, 100.0]
     unit, tokens = ("response", 1.0) if length is None else ("token", length)
     expected = [0.15]
@@ -106,7 +106,7 @@ def test_adaptive_by_hand():
     [(0.3, 0.05, 1.0), (0.0, 0.2, 1.0), (1.0, 0.01, 1.0), (0.3, 0.05, 0.2)],
 )
 def test_pi_adds_up_to_its_position_form(proportional, integral, max_error):
-    """log β = log β_0 + kp·e + ki·Σe, in float64 and from its errors alone."""
+    """log β = log β_0 + kp·e + ki·Σe, in float64 and from the errors alone."""
     kls = [0.0, 3.0, 5.4, 6.0, 9.0, 30.0, 6.0]
     errors = np.clip(np.array(kls) / 6 - 1, -max_error, max_error)
     expected = 0.15 * np.exp(proportional * errors + integral * np.cumsum(errors))
@@ -117,7 +117,7 @@ def test_pi_adds_up_to_its_position_form(proportional, integral, max_error):
 
 
 def test_pi_rests_at_its_target():
-    """From a start, and once the pull of the last error is taken back."""
+    """At the start, and after the proportional term of the last error is gone."""
     assert run(pi(0.15, **GAINS), [6.0] * 3) == pytest.approx([0.15] * 4, rel=1e-7)
     first, *rest = run(pi(0.15, **GAINS), [9.0, 6.0, 6.0, 6.0])[1:]
     assert first == pytest.approx(0.15 * np.exp(0.3 * 0.5 + 0.05 * 0.5), rel=1e-6)
@@ -125,7 +125,7 @@ def test_pi_rests_at_its_target():
 
 
 def test_lagrangian_by_hand():
-    """β + η·(kl - target), never below 0, and up again from there."""
+    """β + η·(kl - target), never below 0, from where it rises again."""
     coefficients = run(
         lagrangian(0.01, learning_rate=0.002), [8.0, 0.0, 0.0, 1.0, 7.0, 6.0]
     )
@@ -150,7 +150,7 @@ def test_a_target_per_token_is_one_per_response_over_the_length(name):
 
 
 def simulate(controller, *, lag: float, num_steps: int = 600, length: float = 10.0):
-    """KL per response of a policy that goes to 3/β, and is measured with 10 % noise."""
+    """The KL per response of a policy that approaches 3/β, with 10 % noise."""
     noise = np.random.default_rng(0).normal(1.0, 0.1, num_steps).astype(np.float32)
 
     def step(carry, noise):
@@ -200,7 +200,7 @@ WOUND_UP = {
 @pytest.mark.parametrize("name", WOUND_UP)
 @pytest.mark.parametrize("num_steps", one_in(2, [500, 2000]))
 def test_a_run_that_starts_slowly_comes_back_within_50_steps(name, num_steps):
-    """KL stays at 0.5 of 6 nats, then leaves: β is where it started 50 steps later."""
+    """The KL is 0.5 of 6 nats, then rises: 50 steps later β is the initial one."""
     controller, num_episodes, (lower, _) = WOUND_UP[name]
     coefficients = run(controller, [0.5] * num_steps + [12.0] * 50, num_episodes)
     assert coefficients[num_steps] == pytest.approx(lower, rel=1e-6)
@@ -220,7 +220,7 @@ def test_a_run_far_above_its_target_comes_back_within_50_steps(name, num_steps):
 @pytest.mark.cases(quick=1)
 @HOLDING
 def test_a_late_policy_is_held_at_the_target_too(name):
-    """The plant of `simulate`, after 2,000 updates in which it did not move."""
+    """The policy of `simulate`, after 2,000 updates without a change."""
     controller = PLANT[name]
     for _ in range(2):
         controller = jax.lax.fori_loop(
@@ -236,7 +236,7 @@ def test_a_late_policy_is_held_at_the_target_too(name):
 
 @HOLDING
 def test_bounds_that_are_asked_for(name):
-    """By hand: each is a coefficient that β reaches and does not pass."""
+    """By hand: β reaches each bound and does not exceed it."""
     make = functools.partial(made, name, **REST[name])
     bounded = make(0.15, min_kl_coef=0.12, max_kl_coef=0.19)
     assert run(bounded, [0.0] * 300)[-1] == pytest.approx(0.12, rel=1e-6)
@@ -276,7 +276,7 @@ def test_bounds_of_a_coefficient_that_starts_at_0():
 @HOLDING
 @pytest.mark.parametrize("kl", [np.nan, np.inf, -np.inf, None])
 def test_a_batch_without_a_kl_changes_nothing(name, kl):
-    """Broken, or of an iteration in which none was taken."""
+    """The KL is not finite, or the iteration computed none."""
     for controller in (PER_RESPONSE[name], PER_TOKEN[name]):
         arguments = {"num_episodes": 512, "mean_length": jnp.float32(LENGTH)}
         before = controller.update(kl=jnp.float32(7.0), **arguments)
@@ -359,7 +359,7 @@ LEAVES = {"adaptive": 3, "pi": 4, "lagrangian": 3, "fixed": 1, "linear": 2}
 
 @pytest.mark.parametrize("name", EVERY)
 def test_records_are_donated_scanned_and_put_together_again(name):
-    """Part of every snapshot: the arrays are leaves, the settings are not."""
+    """As parts of snapshots their arrays are leaves and their settings are not."""
     controller = EVERY[name]
     leaves, structure = jax.tree.flatten(controller)
     assert len(leaves) == LEAVES[name]
@@ -382,7 +382,7 @@ def test_records_are_donated_scanned_and_put_together_again(name):
 
 
 def test_what_is_made_may_be_donated():
-    """No buffer of the caller's, and none twice, is in a controller."""
+    """A controller shares no buffer with the caller, and none within itself."""
     mine = jnp.float32(0.1)
     makers = {
         "fixed": lambda: kl_control.fixed(mine),
@@ -399,7 +399,7 @@ def test_what_is_made_may_be_donated():
 
 @pytest.mark.slow
 def test_controllers_are_mapped_over_their_coefficient():
-    """As a sweep over β does."""
+    """As in a sweep over β."""
     coefficients = jnp.array([0.02, 0.1, 0.5])
     for make in (
         functools.partial(adaptive, **OAI),
@@ -414,7 +414,7 @@ def test_controllers_are_mapped_over_their_coefficient():
 
 @pytest.mark.slow
 def test_a_grid_of_every_number_of_a_controller():
-    """Targets, horizons, gains and ends are mapped over as β is; β of a line too."""
+    """Targets, horizons, gains and bounds can be mapped over, as well as β."""
 
     def after(kl_coef, number):
         options = {"target": number, "unit": "response"}
@@ -533,7 +533,7 @@ def test_every_option_of_a_choice_is_in_its_controller(name):
 
 
 def test_defaults():
-    """Those that the README and the help show."""
+    """The defaults that README and help show."""
     assert adaptive(0.2).horizon == 10_000
     controller = pi(0.2)
     gains = (controller.proportional, controller.integral, controller.max_error)
@@ -575,7 +575,7 @@ def test_a_line_from_or_to_a_bad_coefficient(bad):
 
 
 def test_a_schedule_is_built_where_only_shapes_are_asked_for():
-    """As the memory check of a trainer does, before a run with --kl-control linear."""
+    """As in a trainer's memory check before a run with --kl-control linear."""
     made = kl_control.Linear(end=0.4).controller
     shapes = jax.eval_shape(lambda: made(0.1, num_steps=6))
     assert shapes.kl_coef.shape == shapes.step.shape == ()

@@ -51,7 +51,7 @@ def test_k3_keeps_its_digits_near_0():
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_estimators_average_to_the_exact_kl(temperature: float):
-    """E under π of k1 and of k3, summed over every word, is the exact value."""
+    """E_π of k1 and of k3, summed over the vocabulary, is the exact value."""
     policy = jax.nn.log_softmax(LOGITS / temperature)
     reference = jax.nn.log_softmax(REF_LOGITS / temperature)
     exact = kl.exact(LOGITS, REF_LOGITS, temperature=temperature)
@@ -123,7 +123,7 @@ def test_exact_ignores_a_constant_added_to_the_logits():
 
 @pytest.mark.parametrize("direction", ["reverse", "forward"])
 def test_exact_gradient_matches_finite_differences(direction):
-    """Of the policy's logits and of the temperature, in both directions."""
+    """In the policy's logits and the temperature, in both directions."""
 
     def value(logits, temperature):
         options = {"temperature": temperature, "direction": direction}
@@ -143,7 +143,7 @@ def test_exact_gradient_matches_finite_differences(direction):
 
 @pytest.mark.slow
 def test_exact_with_words_that_cannot_come():
-    """Word 5 the policy never says; word 6 neither of the two."""
+    """Token 5 is impossible for the policy, and token 6 for both."""
     policy, reference = LOGITS[0, 0].copy(), REF_LOGITS[0, 0].copy()
     policy[[5, 6]] = -np.inf
     reference[6] = -np.inf

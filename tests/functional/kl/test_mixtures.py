@@ -87,7 +87,7 @@ def compiled(**options):
     ],
 )
 def test_value_and_gradient_from_hidden_states(beta, k):
-    """Of two widths, heads, paddings and soft caps, in chunks that overlap."""
+    """Two widths, heads, paddings and soft caps, in overlapping chunks."""
     gradients, output = compiled(beta=beta, k=k)(*ARRAYS, weights=WEIGHTS)
     np.testing.assert_allclose(output, oracle(*ARRAYS, beta=beta, k=k), atol=1e-6)
     for argument in (0, 1):
@@ -130,7 +130,7 @@ def test_equal_models_and_what_a_mask_leaves_out():
     ],
 )
 def test_losses_and_gradients_are_those_of_trl(source, which):
-    """On ragged masks; of hidden states the head is an identity."""
+    """On ragged masks; the head of the hidden states is the identity."""
     mask = TRL["mask"]
     head = np.eye(V, dtype=np.float32)
 
@@ -172,7 +172,7 @@ def test_losses_and_gradients_are_those_of_trl(source, which):
 
 
 def test_losses_of_the_likeliest_tokens_are_those_of_trl_s_sdpo():
-    """Of every token, with one bucket for the tail, in five directions."""
+    """For every token, with a bucket for the tail, in five divergences."""
     head, k = np.eye(V, dtype=np.float32), int(TRL["sdpo_k"])
 
     @jax.jit

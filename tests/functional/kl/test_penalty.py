@@ -1,6 +1,6 @@
 """The KL penalty: its values by NumPy, its gradients by a world that is enumerated.
 
-The world: three words, the first of which ends a response, and at most three of them.
+The world has three tokens, the first of which ends a response, of at most three.
 Its 15 responses are rows of one batch whose first column is the prompt. A model is a
 table of logits, one row for each of the 13 prefixes.
 """
@@ -31,7 +31,7 @@ def normal(*shape: int, scale: float = 1.0) -> np.ndarray:
 
 
 def penalties(**options) -> list[Penalty]:
-    """Every choice that is allowed, of these options and all others' defaults."""
+    """Every allowed choice of these options, with defaults for the others."""
     choices = []
     for values in itertools.product(*options.values()):
         try:
@@ -42,7 +42,7 @@ def penalties(**options) -> list[Penalty]:
 
 
 def words(penalty: Penalty) -> str:
-    """For the ids of tests."""
+    """A penalty as text, for the ids of tests."""
     default = Penalty()
     fields = [field.name for field in dataclasses.fields(Penalty)]
     changed = [
@@ -83,7 +83,7 @@ def reward_of(penalty, mask=MASK, **arrays):
 
 
 def oracle(penalty, logprobs, old, ref, exact, mask) -> tuple[np.ndarray, int, int]:
-    """Value of every token, how many estimates there are and how many are clipped."""
+    """The value of every token, and the numbers of estimates and of clipped ones."""
     values, clipped, estimates = np.zeros(mask.shape), 0, 0
     logprobs, old, ref, exact = (
         np.asarray(x, np.float64) for x in (logprobs, old, ref, exact)
@@ -184,7 +184,7 @@ def test_equal_models_are_not_penalised_at_any_temperature(penalty):
 
 
 def gradients_of(penalty, mask=MASK, **arrays):
-    """Of the loss, by every array."""
+    """The gradients of the loss in every array."""
 
     def loss(arrays):
         return kl_penalty.kl_loss(penalty=penalty, mask=mask, **arrays)[0]
@@ -312,7 +312,7 @@ def test_a_clipped_estimate_is_bounded_counted_and_without_slope():
     "x", one_in(3, [-1e4, -119.0, -100.0, -90.0, -85.0, -21.0, -1.0, 50.0])
 )
 def test_k3_in_the_loss_has_its_slope_wherever_that_is_finite(x, log_weight):
-    """w·(1 - exp(-x)), told by its log where float64 overflows too."""
+    """w·(1 - exp(-x)), compared by its log where float64 overflows too."""
     weight = 1.0 if log_weight is None else np.exp(log_weight)
     of_ratio = -x + np.log(weight)
     overflowing = of_ratio > np.log(np.finfo(np.float32).max)
@@ -354,7 +354,7 @@ def test_k3_in_the_loss_has_its_slope_wherever_that_is_finite(x, log_weight):
 @pytest.mark.slow
 @pytest.mark.parametrize("penalty", [Penalty(), kl_penalty.UNBIASED_K3, IN_LOSS_K3])
 def test_a_token_that_a_model_never_draws_has_a_finite_penalty(penalty):
-    """By the policy, by the reference, by both; of ρ·k3 the limit is π_ref/μ."""
+    """Impossible for policy, reference or both; the limit of ρ·k3 is π_ref/μ."""
     never = -np.inf
     arrays = {
         "logprobs": jnp.array([[never, -1.0, never, -1.0]]),
@@ -384,7 +384,7 @@ def test_a_token_that_a_model_never_draws_has_a_finite_penalty(penalty):
 @pytest.mark.parametrize("x", one_in(3, [-3.0, 0.0, 2.0]))
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_a_weight_beyond_float32_leaves_value_and_slope_finite(estimator, x):
-    """A drift of 0.2 nats a token makes a prefix weight e^100 by token 500."""
+    """With a drift of 0.2 nats per token a prefix weight is e^100 at token 500."""
     value = {"k1": x, "k2": x * x / 2, "k3": np.expm1(-x) + x}[estimator]
     slope = {"k1": 1.0, "k2": x, "k3": -np.expm1(-x)}[estimator]
     length = 520
@@ -432,7 +432,7 @@ def test_a_weight_beyond_float32_leaves_value_and_slope_finite(estimator, x):
     [(0.1, (20, 1.42, 1.42), 0.0025), (1.0, (2, 1.73, 1.70), 0.25)],
 )
 def test_published_table_from_samples(mu, spreads, bias_of_k2):
-    """std and bias over KL = μ²/2 of π = N(0, 1), π_ref = N(μ, 1); 200,000 samples."""
+    """std and bias over KL = μ²/2 for π = N(0, 1), π_ref = N(μ, 1); 200,000 samples."""
     count = 200_000
     samples = np.random.default_rng(7).normal(size=(1, count))
     logprobs = (-(samples**2) / 2).astype(np.float32)
@@ -474,7 +474,7 @@ WORLD_MASK = np.array(
 
 
 def entries(response) -> list[tuple[int, int]]:
-    """(row of the table, word) of each token; the prompt and padding read (0, 0)."""
+    """(row of the table, token) of each column; (0, 0) for prompt and padding."""
     cells = [(PREFIXES.index(response[:t]), response[t]) for t in range(len(response))]
     return [(0, 0), *cells, *[(0, 0)] * (LENGTH - len(response))]
 
@@ -493,7 +493,7 @@ def response_logprobs(table):
 
 
 def reached(table):
-    """f32[13]: how likely each prefix is, 0 where a response has ended before."""
+    """f32[13]: the probability of each prefix, 0 if a response ended earlier."""
     logs = jax.nn.log_softmax(table)
     logprobs = []
     for prefix in PREFIXES:
@@ -503,7 +503,7 @@ def reached(table):
 
 
 def divergences(table, *, direction="reverse", num_alone=None):
-    """f32[13]: the KL at each prefix, of all words or of `num_alone` and the rest."""
+    """f32[13]: the KL at each prefix, over all tokens or `num_alone` and a bucket."""
     policy, reference = jax.nn.softmax(table), jax.nn.softmax(REFERENCE)
     if num_alone is not None:
         order = np.argsort(-POLICY, axis=1)
@@ -528,7 +528,7 @@ def divergences(table, *, direction="reverse", num_alone=None):
 def target(name: str, penalty: Penalty, prefixes_of) -> np.ndarray:
     """The gradient that a name stands for, at POLICY; fixed prefixes are `prefixes_of`.
 
-    Nothing of the module under test is called.
+    It calls nothing of the tested module.
     """
     num_alone = NUM_ALONE if name.startswith("top-k ") else None
     name = name.removeprefix("top-k ")
@@ -592,7 +592,7 @@ def targets(penalty: Penalty, prefixes_of=POLICY) -> np.ndarray:
 
 
 def exact_of(table, penalty: Penalty):
-    """As a run would have it, of logits."""
+    """The exact KL from logits, as in a run."""
     options = {"direction": penalty.direction}
     if penalty.top_k is not None:
         return kl.top_k(table, REFERENCE, k=penalty.top_k, **options)[ROWS]
@@ -600,7 +600,7 @@ def exact_of(table, penalty: Penalty):
 
 
 def loss_gradient(penalty: Penalty, sampled_from) -> np.ndarray:
-    """Mean over samples of `sampled_from` of the gradient of a response's loss."""
+    """The mean gradient of a response's loss over samples of `sampled_from`."""
     likelihood = jnp.exp(response_logprobs(sampled_from))
     weights = jnp.where(WORLD_MASK, likelihood[:, None], 0.0)
 
@@ -619,7 +619,7 @@ def loss_gradient(penalty: Penalty, sampled_from) -> np.ndarray:
 
 
 def reward_gradient(penalty: Penalty) -> np.ndarray:
-    """Mean over the policy's samples of Σ_t ∇log π_t · (what is paid from t on)."""
+    """The mean over the policy's samples of Σ_t ∇log π_t · (rewards from t on)."""
     logprobs = world_logprobs(POLICY)
     paid, _ = kl_penalty.reward_kl(
         penalty=penalty,
@@ -668,7 +668,7 @@ def test_expected_gradient_in_the_reward_is_the_named_one(penalty):
 
 @pytest.mark.slow
 def test_the_world_tells_the_gradients_apart():
-    """Else the tests above could pass by chance."""
+    """Otherwise the tests above could pass by chance."""
     names = ["full reverse", "full forward", "fixed-state reverse"]
     names += ["fixed-state forward", "own-prefix forward", "mean k2"]
     names += ["reference's mean k2", "fixed-state k2"]
@@ -774,7 +774,7 @@ def test_both_is_the_sum_of_the_two():
     ],
 )
 def test_names_of_gradients(options, gradient):
-    """PPO_DETAILS' table, and what follows from it."""
+    """The table of PPO_DETAILS and its consequences."""
     penalty = Penalty(**options)
     assert penalty.gradient == gradient
     is_one = gradient.removeprefix("2 × ").removeprefix("top-k ") in (
@@ -787,7 +787,7 @@ def test_names_of_gradients(options, gradient):
 
 
 def test_dividing_by_a_length_that_the_policy_chooses_moves_the_length():
-    """k1 in the loss, nothing by itself, then follows the gradient of E[1 / length]."""
+    """k1 in the loss, with zero gradient otherwise, then has that of E[1 / length]."""
     output = loss_gradient(Penalty(placement="loss", per="length"), POLICY)
     lengths = WORLD_MASK.sum(1).astype(np.float32)
 

@@ -70,7 +70,7 @@ def exact_with_slopes():
 
 @pytest.mark.parametrize(("k", "max_logits"), [(1, 1), (K, 100), (V, 2**24)])
 def test_value_and_gradient_are_those_of_the_kl_in_the_mean(k, max_logits):
-    """Over all tokens, drawn by the policy or, with weights, by an older one."""
+    """Over all tokens, drawn by the policy or, with weights, by an older policy."""
     now = np.asarray(logprobs_of(HIDDEN, HEAD, TEMPERATURE))
     older = np.log(np.linspace(1.0, 2.0, V) / np.linspace(1.0, 2.0, V).sum())
     older = np.stack([np.zeros(V), older], axis=1).astype(np.float32)
@@ -110,7 +110,7 @@ def test_every_estimate_is_head_and_tail():
 
 
 def test_a_level_that_all_logits_share_costs_no_digits():
-    """A log-sum near 4096 is rounded to 2^-11; no sum of logs is that of two models."""
+    """A log-sum near 4096 is rounded to 2^-11, differently for the two models."""
     steps = np.arange(V, dtype=np.float32)
     policy, reference = 4096 + steps / 8, 4096 + np.cos(steps).round(2) // 0.125 / 8
     logs = [np.array(oracles.log_softmax(x - 4096, 1.0)) for x in (policy, reference)]
@@ -127,7 +127,7 @@ def test_a_level_that_all_logits_share_costs_no_digits():
 
 
 def test_what_a_mask_hides_and_what_no_model_draws_is_finite():
-    """-inf counts as -10000, as in `kl_loss`; NaN under the mask is not read."""
+    """-inf is replaced by -10000, as in `kl_loss`; NaN under the mask is ignored."""
     mask = np.array([[False, True, True, True]])
     inside = np.array([[False, False, False, True]])
     rest = {"mask": mask, "log_weights": toys.array([[np.nan, 0.0, 0.5, np.inf]])}
@@ -173,7 +173,7 @@ def test_its_gradient_has_the_name_of_the_whole_kl():
 
 
 def test_values_are_the_published_ones_and_gradients_lack_its_bias():
-    """The authors' code differentiates Σ_K P log(P/Q) whole: Σ_K ∇P is beside it."""
+    """The authors' code differentiates all of Σ_K P log(P/Q), which adds Σ_K ∇P."""
     with np.load(PUBLISHED) as file:
         arrays = {name: file[name] for name in file.files}
     logits, ref_logits = arrays["logits"], arrays["ref_logits"]
@@ -213,7 +213,7 @@ def test_values_are_the_published_ones_and_gradients_lack_its_bias():
     )
 
     def mass(logits):
-        """Σ_K P, K held."""
+        """Σ_K P with a fixed set K."""
         top = jnp.argsort(-logits, axis=-1)[..., : int(arrays["k"])]
         shares = jnp.take_along_axis(jax.nn.softmax(logits), top, axis=-1)
         return jnp.sum(jnp.where(mask, shares.sum(-1), 0.0))

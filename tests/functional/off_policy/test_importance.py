@@ -110,7 +110,7 @@ def test_weights_are_those_of_trl_and_verl():
 @pytest.mark.slow
 @pytest.mark.parametrize("correction", KINDS[:4])
 def test_losses_and_gradients_are_those_of_trl(correction):
-    """Advantages are weighted here, losses there: as w >= 0 these are one."""
+    """We weight advantages and TRL weights losses, which is equal for w >= 0."""
     advantages = weights(correction).weights * RECORDED["advantages"][:, None]
 
     def loss(logprobs):

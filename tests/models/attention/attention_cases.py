@@ -1,4 +1,4 @@
-"""Masks of every family on few columns, and what the oracle says of them."""
+"""Masks of every family on few columns, with the oracle's results."""
 
 import functools
 
@@ -33,7 +33,7 @@ CASES = {
 
 @functools.cache
 def arrays(name, *, head_dim=6):
-    """query, key, value and the gradient of the output, of mean 0 and variance 1."""
+    """(query, key, value, gradient of the output), of mean 0 and variance 1."""
     heads, kv_heads, queries, _ = CASES[name]
     rng = np.random.default_rng(0)
     shapes = [(heads, queries), (kv_heads, SIZE), (kv_heads, SIZE), (heads, queries)]
@@ -61,7 +61,7 @@ def expected(name):
 
 
 def mask_of(name, *, rows=slice(None), packed=True):
-    """The record, its window traced where the case says so."""
+    """The mask record; its window is traced where the case says so."""
     options = dict(CASES[name][3])
     if isinstance(options.get("window"), np.int32):
         options["windows"] = int(options["window"]), SIZE
@@ -69,12 +69,12 @@ def mask_of(name, *, rows=slice(None), packed=True):
 
 
 def live(name):
-    """bool[B, 1, T, 1], which queries are tokens."""
+    """bool[B, 1, T, 1], whether each query is a token."""
     return (SEGMENTS > 0)[:, None, SIZE - CASES[name][2] :, None]
 
 
 def in_shares(engine, *, count=2):
-    """The engine, which computes the queries of one device after another."""
+    """The engine, applied to the queries of one device after another."""
 
     def attend(query, keys_values, *, mask):
         room = -SIZE % (2 * count)
@@ -101,9 +101,9 @@ def in_shares(engine, *, count=2):
 
 
 def with_gradients(engine, name):
-    """A compiled function of query, key, value: output and three gradients.
+    """Compiles a function of query, key and value: the output and three gradients.
 
-    The gradient of what an engine returns at padding is 0, as no caller reads it.
+    The output's gradient is 0 at padding, as no caller reads the output there.
     """
     weights = np.where(live(name), arrays(name)[3], 0)
 
@@ -121,7 +121,7 @@ def with_gradients(engine, name):
 
 
 def poisoned(name, *, by):
-    """The arrays with `by` at every padded column."""
+    """The arrays with `by` in every padded column."""
     *rest, _ = arrays(name)
     token = (SEGMENTS > 0)[:, None, :, None]
     return [np.where(token[:, :, -x.shape[2] :], x, np.float32(by)) for x in rest]

@@ -1,4 +1,4 @@
-"""Blockwise attention: blocks that are skipped, memory, devices, and in a decoder."""
+"""Blockwise attention: skipped blocks, memory, devices, and use in a decoder."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ from rlhf_jax.models.attention.per_device import attend_per_device
 
 
 def visited(segments, *, prefixes=None, window=None, block=4, of_keys=False):
-    """The blocks that each block meets."""
+    """The key blocks that each query block visits."""
     segments, prefixes = (
         jnp.asarray(x, jnp.int32).reshape(1, -1, block)
         for x in (segments, 0 * segments if prefixes is None else prefixes)
@@ -68,7 +68,7 @@ def test_responses_to_one_prompt_do_not_visit_each_other():
 
 @pytest.mark.slow
 def test_holes_in_a_mask_are_those_of_xla():
-    """Texts need not stand side by side for values; no block of theirs is skipped."""
+    """Values are right also for interleaved texts; none of their blocks is skipped."""
     rng = np.random.default_rng(0)
     segments = jnp.asarray(rng.integers(0, 4, (2, 40)), jnp.int32)
     query, key, value = rng.normal(size=(3, 2, 2, 40, 4)).astype(np.float32)
@@ -122,7 +122,7 @@ def test_a_decoder_s_log_probs_and_gradients_are_those_of_xla(unroll):
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_devices_compute_their_own_rows_and_heads(kv_heads):
-    """Nothing is gathered; one key head is repeated on the devices of its queries."""
+    """Nothing is gathered; a key head is repeated on the devices of its queries."""
     rng = np.random.default_rng(0)
     query, weights = rng.normal(size=(2, 4, 4, 24, 4)).astype(np.float32)
     key, value = rng.normal(size=(2, 4, kv_heads, 24, 4)).astype(np.float32)

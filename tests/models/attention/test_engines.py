@@ -1,4 +1,4 @@
-"""Engines of attention against a float64 oracle: values, gradients, padding."""
+"""Attention engines against a float64 oracle: values, gradients, padding."""
 
 import dataclasses
 import functools
@@ -43,7 +43,7 @@ for_each_engine_and_case = pytest.mark.parametrize(
 @pytest.mark.cases(quick=2)
 @for_each_engine_and_case
 def test_values_and_gradients_are_the_oracles(engine, name):
-    """At tokens; also with large numbers at padding, which is finite all the same."""
+    """Compared at tokens; large numbers at padding still give finite output."""
     run = attention_cases.with_gradients(ENGINES[engine], name)
     expected = attention_cases.expected(name)
     for arrays in (
@@ -63,7 +63,7 @@ def test_values_and_gradients_are_the_oracles(engine, name):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", ["causal", "window, soft cap, grouped heads"])
 def test_queries_of_a_device_that_has_some_columns_are_the_oracle_s(engine, name):
-    """Two devices, one after the other: chunks 0 and 3 of four, then 1 and 2."""
+    """Two devices in turn: chunks 0 and 3 of four, then 1 and 2."""
     run = attention_cases.with_gradients(
         attention_cases.in_shares(ENGINES[engine]), name
     )
@@ -100,7 +100,7 @@ def test_the_oracle_s_gradients_are_those_of_its_values():
 
 @pytest.mark.slow
 def test_products_with_the_hessian():
-    """Blockwise attention against `xla`, which JAX differentiates by itself."""
+    """Blockwise attention against `xla`, which JAX differentiates."""
     name = "window, soft cap, grouped heads"
     *arrays, weights = attention_cases.arrays(name)
     rng = np.random.default_rng(2)
@@ -162,7 +162,7 @@ ONE_TEXT = [0, 1, 2, 4]  # rows that are not packed
 @pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("name", ["causal", "later queries, traced window"])
 def test_cudnn_s_form_of_rows_with_one_text(name):
-    """Rows are rolled to their tokens, by a function of which cuDNN has a kernel."""
+    """Rows are rolled to their tokens, and computed by a function that cuDNN has."""
     query, key, value, weights = (x[ONE_TEXT] for x in attention_cases.arrays(name))
     options = attention_cases.CASES[name][3]
     live = attention_cases.live(name)[ONE_TEXT]
@@ -199,7 +199,7 @@ def test_cudnn_s_form_of_rows_with_one_text(name):
     ],
 )
 def test_cudnn_s_form_of_packed_rows_block_by_block(monkeypatch, name):
-    """Blocks of 12 queries, the last of which is shorter."""
+    """Blocks have 12 queries; the last is shorter."""
     monkeypatch.setattr(cudnn, "BLOCK", 12)
     engine = functools.partial(attend_cudnn, implementation="xla")
     run = attention_cases.with_gradients(engine, name)

@@ -15,7 +15,7 @@ def vectors(seed, *, shape=SHAPE):
 
 
 def by_hand(x):
-    """round(x / s) · s, s = max|x| / 127 of each vector."""
+    """round(x / s) · s with s = max|x| / 127 of each vector."""
     scales = np.abs(x).max(axis=-1, keepdims=True) / 127
     return np.round(x / np.where(scales > 0, scales, 1)) * scales
 

@@ -1,4 +1,4 @@
-"""Keys that devices pass round give the attention of one device."""
+"""Ring attention equals the attention of one device."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ MODEL = dataclasses.replace(
 
 
 def on_mesh(shape, name, *, sinks=None):
-    """Output and gradients of a case, computed on a mesh."""
+    """Output and gradients of a case on a mesh."""
     mesh = shape.make()
     *arrays, weights = (x[ROWS] for x in attention_cases.arrays(name))
     weights = np.where(attention_cases.live(name)[ROWS], weights, 0)
@@ -87,7 +87,7 @@ def compare(out, gradients, name):
     ids=str,
 )
 def test_values_and_gradients_are_the_oracles(monkeypatch, shape, name):
-    """Blocks of 3 columns, so that turns see all, some and none of them."""
+    """Blocks of 3 columns, so that turns see all, some and none of the keys."""
     monkeypatch.setitem(blockwise.BLOCK, "cpu", 3)
     compare(*on_mesh(shape, name), name)
 
@@ -96,7 +96,7 @@ def test_values_and_gradients_are_the_oracles(monkeypatch, shape, name):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", [MeshShape(fsdp=2, context=4)], ids=str)
 def test_turns_by_splash_are_the_oracles(monkeypatch, shape, name):
-    """A window is computed blockwise, all else by JAX's kernel."""
+    """Windows are computed blockwise, all else by JAX's kernel."""
     interpreted = functools.partial(ring_attention.attend_ring, interpret=True)
     monkeypatch.setattr(ring_attention, "attend_ring", interpreted)
     compare(*on_mesh(shape, name), name)
@@ -105,7 +105,7 @@ def test_turns_by_splash_are_the_oracles(monkeypatch, shape, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", [False, True])
 def test_sinks_are_those_of_one_device(monkeypatch, kernel):
-    """Each is a logit of no value beside the keys of all devices."""
+    """Each sink is a logit without a value, beside the keys of all devices."""
     if kernel:
         interpreted = functools.partial(ring_attention.attend_ring, interpret=True)
         monkeypatch.setattr(ring_attention, "attend_ring", interpreted)

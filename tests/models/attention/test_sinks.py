@@ -1,4 +1,4 @@
-"""Attention sinks, by every engine that a CPU has, against a softmax with one more."""
+"""Attention sinks in every CPU engine, against a softmax with one more logit."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Splash attention compiled for a TPU where none is (extra `plan`)."""
+"""Splash attention compiled for an absent TPU (extra `plan`)."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""Mixtures against every expert on every token; their routing, kept and replayed."""
+"""Mixtures against every expert on every token; recorded and replayed routing."""
 
 import dataclasses
 import functools
@@ -38,7 +38,7 @@ def linear(x, leaf, expert):
 
 
 def every_expert(x, params, *, model):
-    """In float64: p, its k largest, and all experts of which k count."""
+    """float64: p, its k largest, and the sum over all experts, of which k count."""
     how = model.experts
     params = jax.tree.map(lambda leaf: np.asarray(leaf, float), params)
     logits = x @ params["router"]["weight"] + params["router"].get("bias", 0.0)
@@ -170,7 +170,7 @@ def test_a_sampler_records_what_the_trainer_chooses(chunk):
 @pytest.mark.slow
 @pytest.mark.parametrize("pages", [None, 8])
 def test_continuous_batching_records_what_a_plain_batch_does(pages):
-    """Two places for three rows, which wait and take over a finished one's."""
+    """Two places for three rows; one waits for a finished row's place."""
     model, params = UNEVEN, noisy(UNEVEN)
     rows = jnp.arange(3)
     draw = functools.partial(

@@ -1,4 +1,4 @@
-"""Products of sorted rows with the matrix of their group, against a loop over rows."""
+"""Products of sorted rows with their group's matrix, against a loop over rows."""
 
 import functools
 import re
@@ -48,7 +48,7 @@ def test_every_row_meets_the_matrix_of_its_group(name):
 
 @pytest.fixture
 def _interpreted(monkeypatch):
-    """Kernels for GPUs run without one."""
+    """Runs GPU kernels in interpret mode."""
     for name in ("product", "of_weights"):
         function = functools.partial(getattr(kernels, name), interpret=True)
         monkeypatch.setattr(kernels, name, function)
@@ -89,7 +89,7 @@ def test_products_and_gradients_are_those_of_a_loop_over_rows(name, function):
 
 
 def test_the_gradient_of_matrices_is_no_ragged_product_where_xla_would_expand_it():
-    """To every group times every row: 43 times the products of Qwen3's experts."""
+    """XLA would multiply every group with every row: 43 times Qwen3's products."""
     x, w, sizes = arrays("wide")
 
     def total(x, w):

@@ -1,6 +1,6 @@
-"""What other families have of a decoder, against itself done in another way.
+"""Decoder features of other families, each against another computation.
 
-That it is what `transformers` computes is in test_families.
+test_families compares them with `transformers`.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ hidden_of = jax.jit(decoder.hidden_states, static_argnames=("model", "first_colu
 
 
 def compiled():
-    """A function of its own: what is patched is read as it is traced."""
+    """Compiles a new function, so that tracing reads the patched values."""
     return jax.jit(
         lambda *args, **named: decode.generate(*args, **named),
         static_argnames=(
@@ -59,7 +59,7 @@ def sampled(model, **options):
 @pytest.mark.slow
 @mixed_soon
 def test_log_probs_of_samples_are_those_of_a_full_forward(model, monkeypatch):
-    """Past the window, in caches that grow."""
+    """Beyond the window, in growing caches."""
     monkeypatch.setattr(caches, "FIRST_WIDTH", 1)
     samples = sampled(model)
     assert np.asarray(samples.mask).sum(axis=1).max() > 2 * model.sliding_window
@@ -101,7 +101,7 @@ def test_a_local_layer_caches_its_window_alone():
 
 
 def test_places_that_a_new_token_sees():
-    """Column 5 with a window of 3: numbers 3, 4 and 5, of which 3 is not its own."""
+    """Column 5 with a window of 3 has columns 3, 4 and 5, of which 3 is masked."""
     attend = jnp.array([[False, False, False, False, True, True, False, False]])
     visible = caches.near(attend, window=3, column=jnp.int32(5))
     np.testing.assert_array_equal(visible, [[False, True, True]])
@@ -179,7 +179,7 @@ def test_texts_that_share_a_row_are_read_as_if_alone(model):
 @pytest.mark.cases(quick=1)
 @both
 def test_a_token_out_of_the_window_is_not_seen(model):
-    """Of one layer: deeper ones see further through it."""
+    """Tested with one layer, as deeper layers see further."""
     window = model.sliding_window
     layers = {"num_layers": 1, "local_layers": (True,), "unrotated_layers": ()}
     one = dataclasses.replace(model, **layers)
@@ -209,7 +209,7 @@ def inputs():
 
 
 def capped(hidden, head):
-    """Of the true vocabulary, 13 words."""
+    """Soft-capped logits of the true vocabulary of 13 tokens."""
     logits = jnp.einsum("btd,vd->btv", hidden, head[:13])
     return CAP * jnp.tanh(logits / CAP)
 

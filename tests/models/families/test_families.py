@@ -1,4 +1,4 @@
-"""The families beside GPT-2 and Llama, against what `transformers` recorded."""
+"""The families beside GPT-2 and Llama, against recorded outputs of `transformers`."""
 
 import dataclasses
 import functools
@@ -48,7 +48,7 @@ def hidden_of(trunk, *, model, tokens, mask):
 
 
 def hidden_and_recorded(params, *, model, folder):
-    """Hidden states of the texts, padded left and then right, their mask, the record.
+    """(hidden states of the texts padded left and then right, mask, record).
 
     One program serves a language model and a reward model of the same shape.
     """
@@ -70,7 +70,7 @@ def model_of(options):
 
 
 def edited(tmp_path, name, *, options=None, tensors=None):
-    """A copy of a fixture, with options and tensors added or replaced."""
+    """Copies a fixture with options and tensors added or replaced."""
     folder = shutil.copytree(FIXTURES / name, tmp_path / "edited")
     (folder / "config.json").write_text(json.dumps(options_of(name) | (options or {})))
     if tensors is not None:
@@ -164,7 +164,7 @@ def test_what_is_saved_is_what_was_read_and_transformers_reads_its_config(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_live_transformers_reads_what_we_save_to_the_bit(tmp_path, name):
-    """The extra `parity`: weights, and logits of texts padded on either side."""
+    """Extra `parity`: compares weights, and logits of texts padded on either side."""
     torch = pytest.importorskip("torch")
     import transformers
 
@@ -197,7 +197,7 @@ def test_a_live_transformers_reads_what_we_save_to_the_bit(tmp_path, name):
 
 
 class Counting:
-    """A tensor of which every slice that is read is counted."""
+    """A tensor that counts the slices read from it."""
 
     def __init__(self, values):
         self.values, self.count = values, 0
@@ -210,7 +210,7 @@ class Counting:
 
 @pytest.mark.parametrize("layout", ["transposed", "same"])
 def test_leaves_that_take_turns_by_head_are_read_and_written_in_part(layout):
-    """Three leaves of 4 heads of 2 columns: q0 k0 v0 q1 k1 v1 ... in one tensor."""
+    """Three leaves of 4 heads of 2 columns in one tensor: q0 k0 v0 q1 k1 v1 ..."""
     fused = np.arange(24 * 5, dtype=np.float32).reshape(24, 5)  # [4 · 3 · 2, in]
     # Row (head, leaf, column) of theirs is column (head, column) of the leaf.
     expected = np.einsum("hnci->nihc", fused.reshape(4, 3, 2, 5)).reshape(3, 5, 8)
@@ -391,7 +391,7 @@ def test_yarn_is_computed_as_theirs_and_written_back():
 
 
 def scaled(name, *, spelling, stated=48, **scaling):
-    """The model of a config.json with that scaling, in one of the two spellings."""
+    """The model of a config.json with this scaling, in one of two spellings."""
     options = options_of(name) | {"max_position_embeddings": stated}
     base = {"rope_theta": 50.0}
     options |= {"rope_parameters": None, "rope_scaling": None, "rotary_emb_base": 50}
@@ -450,7 +450,7 @@ def test_the_length_before_yarn_may_stand_beside_it():
 
 
 def test_scaling_added_beside_another_base_is_refused():
-    """transformers takes rope_scaling alone, and the base 10 000."""
+    """transformers would use rope_scaling alone, and the base 10 000."""
     options = options_of("qwen2") | {"rope_theta": None, "rope_scaling": None}
     options["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 48}
@@ -508,7 +508,7 @@ def test_both_forms_of_gemma_3_s_rope_options_are_read():
 
 
 def test_both_forms_of_olmo_3_s_rope_options_are_read():
-    """A base of its own for local layers is what flat options cannot say."""
+    """Flat options cannot express a separate base for local layers."""
     nested = options_of("olmo3")
     scaling = dict(nested["rope_parameters"]["full_attention"])
     near = {"rope_type": "default", "rope_theta": 500_000.0}
@@ -690,7 +690,7 @@ def test_what_is_not_supported_is_named(tmp_path, name, options, message):
 
 
 def test_null_is_as_absent():
-    """Where it says nothing of its own."""
+    """For options where null has no meaning of its own."""
     for name, options in (
         ("gemma2", ("tie_word_embeddings", "query_pre_attn_scalar", "head_dim")),
         ("gemma3", ("rope_theta", "sliding_window_pattern")),
@@ -708,7 +708,7 @@ def test_null_is_as_absent():
 
 
 def test_a_gemma_without_local_layers_is_saved_with_a_window():
-    """Which transformers asks for."""
+    """transformers requires the window."""
     config = options_of("gemma3") | {"layer_types": ["full_attention"] * 4}
     model = model_of(config)
     assert (model.sliding_window, model.local_layers) == (None, ())

@@ -1,4 +1,4 @@
-"""Every family, whichever way its rows are read: packed, padded, token by token."""
+"""Every family, with rows packed, padded, and read token by token."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ def loaded(name):
 
 @functools.partial(jax.jit, static_argnames="model")
 def value_and_gradient(params, *, model, tokens, mask, segments, weights):
-    """Σ w·(log-prob + entropy) over tokens: what is summed, and its gradient."""
+    """Σ w·(log-prob + entropy) over tokens: the summands and the gradient."""
 
     def total(params):
         logprobs, entropy = policy.logprobs_and_entropy(
@@ -103,7 +103,7 @@ def test_a_row_that_is_changed_moves_no_bit_of_another(name):
 def test_log_probs_of_a_token_at_a_time_are_those_of_a_whole_pass(
     name, options, monkeypatch
 ):
-    """Far past the window, in caches that grow, from prompts that are read in parts."""
+    """Far beyond the window, in growing caches, from prompts read in chunks."""
     monkeypatch.setattr(caches, "FIRST_WIDTH", 1)
     model, params = loaded(name)
     run = dataclasses.replace(model, **options)

@@ -1,7 +1,7 @@
 """Training on every family: PPO, DPO, adapters and int8, on one device and on eight.
 
-Of PPO, in CI, a decoder that has nearly every feature and an adapter over one family;
-each family's own, from its recorded checkpoint, with `-m long`.
+CI runs PPO on a decoder with nearly every feature and on adapters over one family;
+`-m long` runs every family from its recorded checkpoint.
 """
 
 import functools
@@ -68,7 +68,7 @@ def reward(answered):
 
 
 def first_iteration(name, *, mesh=None, dtype=None, adapters=None):
-    """From a policy that is its reference: state, means, and the policy it began as."""
+    """(state, means, initial policy) of an iteration whose reference is the policy."""
     model, params = started(name)
     settings = algorithm(model, lora=adapters)
     base = reference = frozen.freeze(params, dtype=dtype)
@@ -137,7 +137,7 @@ def test_an_iteration_of_ppo_on_one_device_and_on_eight(name):
     ],
 )
 def test_adapters_over_int8(name):
-    """The base is the reference, in int8: its KL is that of what is read, 0."""
+    """The int8 base is the reference, so the initial KL is 0."""
     after, means, scored, before = first_iteration(
         name, dtype="int8", adapters=ADAPTERS
     )
@@ -149,7 +149,7 @@ def test_adapters_over_int8(name):
 
 
 def two_steps_of_dpo(name, *, mesh=None):
-    """Means of either, the reference being the policy that they begin with."""
+    """The means of two steps; the reference is the initial policy."""
     model, params = started(name)
     rng = np.random.default_rng(8)
     words = [rng.integers(3, 13, 4 + i % 3).tolist() for i in range(16)]
@@ -178,7 +178,7 @@ def two_steps_of_dpo(name, *, mesh=None):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*DECODERS, *NAMES])
 def test_a_step_of_dpo(name):
-    """From the reference the loss is log 2; the step makes it less."""
+    """At the reference the loss is log 2; the step decreases it."""
     before, after = two_steps_of_dpo(name)
     assert before["loss/dpo"] == pytest.approx(np.log(2), abs=1e-5)
     assert after["loss/dpo"] < before["loss/dpo"] - 1e-3

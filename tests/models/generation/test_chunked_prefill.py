@@ -1,4 +1,4 @@
-"""Prompts in chunks of columns against the whole pass."""
+"""Prompts read in chunks of columns, against the whole pass."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""A queue of prompts in fewer places: the same samples, in fewer steps."""
+"""A queue of prompts in fewer places gives the same samples in fewer steps."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ STATIC = (
 
 
 def compiled():
-    """`decode.generate` that nothing was traced of yet."""
+    """A new compiled `decode.generate` without earlier traces."""
     return toys.jit(functools.partial(decode.generate), static_argnames=STATIC)
 
 
@@ -53,7 +53,7 @@ def sampled(model, *, generate=generate, **options):
 
 @functools.cache
 def expected_of(model, stop_ids=STOPS):
-    """Of a place for every row."""
+    """The samples with a place for every row."""
     return sampled(model, stop_ids=stop_ids)
 
 
@@ -99,7 +99,7 @@ def test_samples_are_those_of_a_place_for_every_row(model, places):
     ],
 )
 def test_prompts_come_in_several_at_a_time(places, arriving, stop_ids, monkeypatch):
-    """Whether or not as many divide the places or the rows; with and without stops."""
+    """For numbers that do and do not divide places and rows, with and without stops."""
     monkeypatch.setattr(
         continuous_batching, "refill_size", lambda places, *, group_size: arriving
     )
@@ -191,7 +191,7 @@ def test_a_group_comes_in_as_one_prompt(places, arriving, group, monkeypatch):
 
 
 def steps(batch, **options):
-    """The samples, and how many rows each call drew for: of prompts and of steps."""
+    """The samples, and the number of rows of each call, for prompts and for steps."""
     rows_of_steps = []
     draw = sampling.sample_token
 
@@ -210,7 +210,7 @@ def steps(batch, **options):
 
 @pytest.mark.slow
 def test_no_slot_waits_while_a_prompt_does():
-    """Steps are as few as a list of lengths in order of arrival allows."""
+    """The number of steps is the least for these lengths in their order of arrival."""
     places = 3
     output, rows_of_steps = steps(inputs(), continuous_batching=places)
     lengths = np.asarray(output.response_mask).sum(axis=1)
@@ -270,7 +270,7 @@ def test_on_a_mesh():
 
 @pytest.mark.slow
 def test_a_recipe_passes_its_places_on(monkeypatch):
-    """No number would show it."""
+    """No metric would show it."""
     places_of_calls = []
     respond = row_shares.respond
 

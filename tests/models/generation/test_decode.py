@@ -1,4 +1,4 @@
-"""Sampling: which tokens, with which keys, with which log-probs, in how many turns."""
+"""Sampling: tokens, keys, log-probs and the number of turns."""
 
 import functools
 
@@ -61,7 +61,7 @@ def sampled(model, *, size=PROMPT, rows=slice(None), **options):
 
 
 def without_cache(params, *, model, tokens, mask, num_tokens):
-    """Greedy continuation by whole forward passes over a buffer of one width."""
+    """Greedy decoding by full forward passes over a buffer of fixed width."""
     room = ((0, 0), (0, num_tokens))
     size = tokens.shape[1]
     tokens, mask = np.pad(tokens, room), np.pad(mask, room)
@@ -174,7 +174,7 @@ def test_a_row_ends_with_its_first_stop_token(model):
 
 
 def assert_same_samples(output, expected, *, rows=slice(None), shift=0):
-    """Tokens exactly, log-probs up to the order of sums."""
+    """Asserts equal tokens, and log-probs equal up to the order of sums."""
     for name in ("tokens", "mask", "response_mask"):
         a, b = (np.asarray(getattr(x, name)) for x in (output, expected))
         np.testing.assert_array_equal(a[:, PROMPT + shift :], b[rows, PROMPT:])
@@ -223,7 +223,7 @@ def test_samples_do_not_depend_on_the_devices(model):
 
 @pytest.mark.slow
 def test_every_key_is_used_once(monkeypatch):
-    """The keys that every row and every turn of the loop draws with."""
+    """Every row and every turn of the loop draws with its own key."""
     keys_seen = []
     draw = sampling.sample_token
 
@@ -252,7 +252,7 @@ def test_every_key_is_used_once(monkeypatch):
 
 @functools.cache
 def in_two_parts():
-    """start and finish as programs of their own, with stops that end all rows early."""
+    """Runs start and finish as separate programs; stops end all rows early."""
     tokens, mask = tiny.batch(LENGTHS, PROMPT, side="left")
     draw = Draw((0, *STOPS, 1, 3, 4, 5, 6))
 
@@ -282,7 +282,7 @@ def test_the_loop_ends_with_the_last_row():
 
 @pytest.mark.slow
 def test_both_parts_draw_what_generate_draws():
-    """Fewer stops make longer responses that begin with the same tokens."""
+    """With fewer stops, responses are longer and begin with the same tokens."""
     _, _, final = in_two_parts()
     mask = np.asarray(final.generated.response_mask)
     longer = expected_of(tiny.GPT2)
@@ -343,7 +343,7 @@ def test_a_draw_inverts_the_cumulative_distribution(words):
 
 
 def test_the_block_of_a_draw_and_its_place_there():
-    """Weights that are counts: every sum is exact, and every edge of a block met."""
+    """Integer weights: every sum is exact, and every edge of a block is hit."""
     rng = np.random.default_rng(0)
     weights = rng.integers(0, 3, 4 * sampling.BLOCK - 5).astype(np.float32)
     weights[sampling.BLOCK - 9 : 2 * sampling.BLOCK + 7] = 0  # a block of nothing
@@ -375,7 +375,7 @@ def test_a_token_of_probability_0_is_never_drawn_of_many_words(uniform):
 @pytest.mark.parametrize("words", [5, sampling.BLOCK + 1])
 @pytest.mark.parametrize("what", [np.nan, np.inf, -np.inf])
 def test_a_row_of_no_distribution_draws_a_word_and_is_not_finite(words, what):
-    """What reads the rollout later, the reference for one, stays finite."""
+    """Later readers of the rollout, such as the reference, stay finite."""
     logits = np.zeros((2, words), np.float32)
     logits[1] = what
     token, logprob, entropy = sample_token(
@@ -388,7 +388,7 @@ def test_a_row_of_no_distribution_draws_a_word_and_is_not_finite(words, what):
 
 
 def test_a_target_that_rounds_below_its_block_takes_the_first_possible_word():
-    """1 + 7e-8 is 1 + 2^-23, so that 1.2e-7 seems to stand before the second block."""
+    """1 + 7e-8 rounds to 1 + 2^-23, so 1.2e-7 seems to precede the second block."""
     weights = np.zeros((1, 2 * sampling.BLOCK), np.float32)
     weights[0, [3, sampling.BLOCK + 5]] = [7e-8, 1.0]
     tokens = drawn(jnp.asarray(weights), uniform=jnp.asarray([8e-8]))
@@ -410,7 +410,7 @@ def probabilities(logits, temperature):
 
 
 def random_logits(words, dtype=np.float32, *, planted=False):
-    """Normal logits; planted, every block begins with a token that is never to come."""
+    """Normal logits; if planted, every block begins with a token of odds exp(-70)."""
     logits = np.random.default_rng(0).normal(0, 2, words).astype(np.float32)
     if planted:
         logits[:: sampling.BLOCK] = logits.max() - 70
@@ -418,7 +418,7 @@ def random_logits(words, dtype=np.float32, *, planted=False):
 
 
 def drawn_of_one_row(weights, steps):
-    """The tokens at some steps of the grid, as sample_token would draw them."""
+    """The tokens that sample_token would draw at some points of the grid."""
     return jax.vmap(
         lambda step: sampling.drawn(
             weights[None], uniform=step[None].astype(jnp.float32) / GRID
@@ -442,7 +442,7 @@ counted = jax.jit(
 @pytest.mark.parametrize("temperature", [0.3, 0.7, 3.0])
 @pytest.mark.parametrize("words", [200, 50_257])
 def test_no_draw_at_an_edge_takes_an_unlikely_token(words, temperature):
-    """The grid about every edge of a block, of a token above 1e-4, and its own ends."""
+    """Grid points at every edge of a block and of tokens above 1e-4, and the ends."""
     logits = random_logits(words, planted=words > sampling.BLOCK)
     logprobs = float64_logprobs(logits, temperature)
     ends = np.cumsum(np.exp(logprobs))
@@ -504,7 +504,7 @@ def test_logits_of_bfloat16_are_taken_to_float32(words):
     ],
 )
 def test_unlikely_tokens_come_as_often_as_their_mass(temperature, dtype, planted):
-    """Every uniform number there is, against the mass below every probability."""
+    """All uniform numbers, against the mass below every probability."""
     logits = random_logits(50_257, dtype, planted=planted).astype(jnp.float32)
     logprobs = float64_logprobs(logits, temperature)
     weights = jnp.exp(jax.nn.log_softmax(logits / temperature))
@@ -639,7 +639,7 @@ def test_bad_options_are_named():
     "continuous_batching", [None, pytest.param(2, marks=pytest.mark.slow)]
 )
 def test_nothing_predicts_the_first_token_of_an_empty_prompt(continuous_batching):
-    """One rule for sampler and trainer: log-prob 0, and a draw of no parameter."""
+    """Sampler and trainer agree: log-prob 0, and a draw independent of parameters."""
     model, rows = tiny.GPT2, 6
     tokens, mask = tiny.batch((0, 3, 0, 1, 0, 2), 4, side="left")
     run = jax.jit(
@@ -687,7 +687,7 @@ def test_a_token_that_nothing_predicts_is_uniform():
 
 @pytest.mark.slow
 def test_the_likeliest_tokens_are_those_of_the_distributions_drawn_from():
-    """At every response token, the last one included; nothing else changes."""
+    """Holds at every response token, the last included; nothing else changes."""
     model, temperature = tiny.GPT2, 0.7
     tokens, mask = tiny.batch(LENGTHS, PROMPT, side="left")
     draw = functools.partial(

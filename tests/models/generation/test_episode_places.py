@@ -1,4 +1,4 @@
-"""Places of episodes: what draws in one leaves the others as they are."""
+"""Places of episodes: drawing in one place does not change the others."""
 
 import functools
 
@@ -32,7 +32,7 @@ def programs(model):
 
 
 def arriving(*rows, draws):
-    """Arrivals of prompts that begin, one in each place."""
+    """The arrival of an initial prompt in each place."""
     count = np.array([len(row) for row in rows], np.int32)
     tokens = np.zeros((len(rows), CHUNK), np.int32)
     for at, row in enumerate(rows):
@@ -64,7 +64,7 @@ def begun(model, *rows, draws):
     ids=["gpt2", "mixed"],
 )
 def test_a_place_that_reads_keeps_its_cache_while_others_draw(model):
-    """To the bit: a step of one token rounds otherwise than a chunk of several."""
+    """Checked to the bit, as a step of one token rounds otherwise than a chunk."""
     state = begun(model, [3, 4, 5], [6, 7, 8, 9], draws=[True, False])
     marked = jax.tree.map(lambda leaf: leaf.at[1, :, :4].set(1.5), state.caches)
     state = state.replace(caches=marked)
@@ -80,7 +80,7 @@ def test_a_place_that_reads_keeps_its_cache_while_others_draw(model):
 
 @pytest.mark.slow
 def test_the_first_token_of_an_empty_prompt_has_log_prob_0():
-    """As the sampler of one turn and a whole pass have it."""
+    """As in the sampler of one turn and in a full pass."""
     model = tiny.GPT2
     state = begun(model, [], [3, 4], draws=[True, True])
     _, advance = programs(model)

@@ -1,6 +1,6 @@
-"""Samplers of a model with unused ids: what a model without these rows draws.
+"""Samplers of a model with unused ids draw like a model without these rows.
 
-The other model has the embedding of the used ids alone, in order. A draw inverts the
+The other model has only the embeddings of the used ids, in order. A draw inverts the
 cumulative distribution, so both draw the same tokens with the same keys.
 """
 
@@ -53,7 +53,7 @@ def rows_of_used(params):
 
 
 def pair(model, *, seed=0):
-    """(parameters, shape) with unused ids, and of the model without them."""
+    """(parameters, shape) of the model with unused ids, and of the one without."""
     params = tiny.params(model, seed)
     return (params, unused(model)), (rows_of_used(params), without(model))
 
@@ -86,7 +86,7 @@ def sampled(params, model, **options):
 
 
 def assert_same(output, expected):
-    """Tokens are the same ones by their places in USED; numbers are equal."""
+    """Asserts tokens equal by their places in USED, and equal numbers."""
     mask = np.asarray(expected.mask)
     assert mask[:, PROMPT:].any()
     for name in ("mask", "response_mask"):
@@ -165,7 +165,7 @@ def test_unused_ids_would_be_drawn_without_the_mask():
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [MeshShape(data=8), MeshShape(data=2, tensor=4)])
 def test_samples_on_eight_devices(mesh):
-    """A sharded vocabulary has its unused ids on some devices alone."""
+    """A sharded vocabulary has unused ids on some devices only."""
     (params, shape), _ = pair(tiny.GPT2)
     expected = sampled(params, shape)
     mesh = mesh.make()
@@ -239,7 +239,7 @@ def test_a_mixture_leaves_them_out():
 
 @pytest.mark.slow
 def test_places_of_episodes_leave_them_out():
-    """An empty prompt too, whose first token nothing predicts."""
+    """Also with an empty prompt, whose first token has no prediction."""
     prompts, turn = ([3, 5, 2], [], [1]), 6
 
     def turns(params, model):

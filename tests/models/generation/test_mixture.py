@@ -1,4 +1,4 @@
-"""The geometric mixture of two decoders: its log-probs and draws, by a full forward."""
+"""The geometric mixture of two decoders: log-probs and draws by full passes."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ def prompts(rows):
 
 
 def drawn(other, *, rows=8, stop_ids=toys.STOP, **options):
-    """What is generated, and the arguments of `decode.generate` for the same."""
+    """The generated samples, and the arguments of `decode.generate`."""
     tokens, mask = prompts(rows)
     counts = np.arange(rows, dtype=np.int32)
     arguments = {
@@ -47,7 +47,7 @@ def drawn(other, *, rows=8, stop_ids=toys.STOP, **options):
 
 
 def mixed(side, other, generated):
-    """log of the mixture's distribution at every column, from two full forwards."""
+    """The mixture's log-probabilities at every column, from two full passes."""
     logits = [
         np.float64(
             policy.logits(
@@ -65,7 +65,7 @@ def mixed(side, other, generated):
     "model", [toys.GPT2, pytest.param(DEEPER, marks=pytest.mark.slow)]
 )
 def test_log_probs_are_those_of_the_mixture(model):
-    """Of a model of another family and depth; the entropy too, and rows that stop."""
+    """With a model of another family and depth; also entropies and rows that stop."""
     other = Decoder(toys.params(model, seed=1), model)
     generated, _ = drawn(other)
     mask = np.asarray(generated.response_mask)

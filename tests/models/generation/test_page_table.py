@@ -1,4 +1,4 @@
-"""Pages of a pool: whose they are, and that no row waits for ever."""
+"""Pages of a pool: their owners, and that no row waits for ever."""
 
 import functools
 
@@ -18,7 +18,7 @@ LEAST = -(-LONGEST // SIZE)  # 6 pages
 
 @functools.cache
 def programs():
-    """One for each size of a pool: what a step and an arrival do."""
+    """The programs of a step and of an arrival for each size of a pool."""
 
     def step(table, alive, ends):
         table, going = page_table.grant(table, alive=alive)
@@ -34,7 +34,7 @@ def programs():
 
 
 def check(table, tokens_of_places):
-    """The table of places that hold so many tokens, against a list of pages."""
+    """Checks the table of places with these tokens against a list of pages."""
     count = table.owner.shape[0]
     rows = [[p for p in row if p < count] for row in np.asarray(table.table)]
     used = [page for row in rows for page in row]
@@ -53,12 +53,12 @@ def check(table, tokens_of_places):
 
 
 def queue(pages, lengths, responses):
-    """Answers prompts of those lengths with responses of those, and checks each step.
+    """Plays prompts and responses of these lengths, and checks each step.
 
-    What stands in every page is kept in a NumPy array, by what `view` says.
+    A NumPy array follows the content of every page, by `view`.
 
     Returns:
-      Steps, and how many of them had a row that waited.
+      The number of steps, and the number of steps in which a row waited.
     """
     step, arrive = programs()
     table = page_table.empty(places=PLACES, pages=pages, size=SIZE, longest=LONGEST)
@@ -127,7 +127,7 @@ PROMPTS = [7, 3, 1, 6, 0, 7, 2]
     ],
 )
 def test_every_response_comes_to_its_end(pages, responses):
-    """Long, short and both, in the smallest pool and in one for all."""
+    """Long, short and mixed, in the smallest pool and in one with room for all."""
     steps, pauses = queue(pages, PROMPTS, responses)
     assert steps >= max(responses) - 1
     if pages == 40:
@@ -146,7 +146,7 @@ def test_random_queues_come_to_their_end(seed):
 
 
 def safe_by_hand(tokens, more, pages):
-    """Every order in which rows could end is found: one that can, ends."""
+    """Ends rows that can end, one by one; whether none is left."""
     free, rows = pages - sum(tokens), list(zip(tokens, more, strict=True))
     while rows:
         able = [row for row in rows if row[1] <= free]
@@ -173,7 +173,7 @@ def test_safe_is_what_a_search_finds():
 
 
 def test_prompts_that_always_fit_together():
-    """A row of 17 tokens has 6 pages, a prompt of 7 has 3."""
+    """A row of 17 tokens has 6 pages, and a prompt of 7 tokens has 3."""
 
     def most(pages, group_size=1):
         return page_table.arrivals_at_most(

@@ -1,4 +1,4 @@
-"""Continuous batching in pages of a pool: the samples of a cache for every row."""
+"""Continuous batching with a pool of pages draws the samples of full caches."""
 
 import dataclasses
 import functools
@@ -76,7 +76,7 @@ SLOW = (
 def test_samples_are_those_of_a_cache_for_every_row(
     model, places, size, pages, stop_ids
 ):
-    """Layers with and without a window; from the smallest pool to one for all."""
+    """With and without windows; from the smallest pool to one with room for all."""
     assert pages >= LEAST[size]
     expected = expected_of(model, stop_ids)
     output = sampled(
@@ -95,7 +95,7 @@ WITH_A_RING = dataclasses.replace(
     "model", [toys.GPT2, pytest.param(WITH_A_RING, marks=pytest.mark.slow)]
 )
 def test_responses_are_drawn_from_whole_forward_passes(model):
-    """In the smallest pool, where rows wait."""
+    """In the smallest pool, in which rows wait."""
     params, lengths, prompt, new = toys.params(model), (5, 2, 4, 1) * 4, 5, 8
     tokens, mask = tiny.batch(lengths, prompt, side="left")
     keys = inputs(model, lengths)["keys"]
@@ -220,7 +220,7 @@ def test_heads_on_several_devices():
     ids=["rows", "rows and heads"],
 )
 def test_each_share_of_the_rows_has_pages_of_its_own(mesh, model, engine):
-    """Some shares are done before others, which go on by themselves."""
+    """Some shares end before others, which continue alone."""
     expected = expected_of(model)
     paged = dataclasses.replace(in_pages(model, 21, 3), attention=engine)
     with jax.set_mesh(mesh.make(jax.devices()[: mesh.size])):
@@ -249,7 +249,7 @@ ONE_LAYER = dataclasses.replace(
     ids=["one head", "a head of four", "windows"],
 )
 def test_shares_that_exchange_heads_go_on_in_step(mesh, model):
-    """Heads that `tensor` does not divide: one exchange is of all devices."""
+    """`tensor` does not divide the heads, so all devices take part in an exchange."""
     paged, params = in_pages(model, 18, 3), tiny.params(model)
     batches = [inputs(model, (6, 3, 1, 5) * 4), inputs(model, (2, 5, 6, 1) * 4)]
     outputs = [sampled(model, params, batch=batch) for batch in batches]
@@ -275,7 +275,7 @@ def test_shares_that_exchange_heads_go_on_in_step(mesh, model):
 
 @pytest.mark.slow
 def test_groups_stay_together_in_a_share():
-    """Two shares of three groups of two rows; greedy, so that a group agrees."""
+    """Two shares of three groups of two rows; greedy, so rows of a group agree."""
     batch = inputs(tiny.MIXED, (6, 6, 3, 3, 1, 1, 5, 5, 2, 2, 4, 4))
     batch["tokens"] = batch["tokens"][::2].repeat(2, axis=0)
     options = {"group_size": 2, "shaping": sampling.Shaping(greedy=True)}
@@ -295,7 +295,7 @@ def test_groups_stay_together_in_a_share():
 @pytest.mark.long
 @pytest.mark.slow
 def test_memory_follows_the_pages():
-    """Temporaries of the program, of as many rows: less by what the pool is smaller."""
+    """At equal rows, the program's temporaries shrink as the pool does."""
     model = dataclasses.replace(tiny.LLAMA, max_positions=600)
 
     def temporary(pages):
@@ -326,7 +326,7 @@ def test_memory_follows_the_pages():
     ],
 )
 def test_attention_to_pages_by_hand(softcap, cache):
-    """Rows of 5, 2 and no tokens, against a float64 loop over their tokens."""
+    """Rows of 5, 2 and 0 tokens, against a float64 loop over their tokens."""
     rng = np.random.default_rng(0)
     kv_heads, group, size, head_dim = 2, 3, 3, 4
     keys, values = rng.normal(size=(2, 4, kv_heads, size, head_dim)).astype(np.float32)
@@ -379,7 +379,7 @@ def test_attention_to_pages_by_hand(softcap, cache):
 
 @pytest.mark.slow
 def test_a_ring_of_pages_by_hand():
-    """Tokens 0 to 4 are there, and 5 comes; the second row has none, and its first."""
+    """Row 0 has tokens 0 to 4 and adds token 5; row 1 is empty and adds its first."""
     pages = pages_module.ring(jnp.array([5, 0]), size=4, going=jnp.array([True, False]))
     np.testing.assert_array_equal(pages.seen, [[1, 1, 1, 1], [1, 0, 0, 0]])
     np.testing.assert_array_equal(pages.page, [0, 2])
@@ -390,7 +390,7 @@ def test_a_ring_of_pages_by_hand():
     "cache", ["same", pytest.param("int8", marks=pytest.mark.slow)]
 )
 def test_prompts_fill_rings_and_pages(cache):
-    """Of 3 and 5 tokens in 6 columns; a window of 4, and pages of 2 columns."""
+    """Prompts of 3 and 5 tokens in 6 columns; a window of 4, and pages of 2 columns."""
     model = dataclasses.replace(
         WITH_A_RING, sliding_window=4, cache=cache, cache_pages=7, page_size=2
     )

@@ -1,4 +1,4 @@
-"""Recurrent layers in every way to decode: a state is of its row's own tokens."""
+"""Recurrent layers in every decoding mode: a state has only its row's tokens."""
 
 import dataclasses
 import functools
@@ -110,7 +110,7 @@ def test_a_cache_in_int8_keeps_states_as_they_are():
 
 
 def assert_a_whole_pass(state):
-    """Of every place: what was drawn has the log-prob of a whole pass over its row."""
+    """Asserts that each place's samples have the log-probs of a full pass."""
     mask = np.arange(state.tokens.shape[1])[None] < np.asarray(state.length)[:, None]
     drawn = np.asarray(state.sampled) & mask
     expected = whole_pass()(tiny.params(MODEL), tokens=state.tokens, mask=mask)

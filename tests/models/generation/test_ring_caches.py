@@ -1,4 +1,4 @@
-"""Layers with a sliding window: a ring of its columns against all columns."""
+"""Layers with a sliding window: a ring of its columns against a full cache."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ def sampled(model, params, *, stop_ids=(), **options):
 
 
 def sampled_from_all_columns(model, params, **options):
-    """With caches as wide as prompts and responses in every layer."""
+    """Samples with full caches in every layer."""
 
     def within_the_window(attend, *, window, column):
         return attend & (jnp.arange(attend.shape[1]) > column - window)[None]
@@ -50,7 +50,7 @@ def sampled_from_all_columns(model, params, **options):
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("cache", ["same", "int8"])
 def test_a_ring_draws_what_all_columns_do(name, cache, monkeypatch):
-    """The window of 5 is passed by prompts, and by responses several times over."""
+    """Prompts exceed the window of 5, and responses several times."""
     monkeypatch.setattr(caches, "FIRST_WIDTH", 1)  # caches that grow twice
     model, params = hf.load(FIXTURES / name, dtype="float32")
     model = dataclasses.replace(model, cache=cache)
@@ -68,7 +68,7 @@ def test_a_ring_draws_what_all_columns_do(name, cache, monkeypatch):
 
 @pytest.mark.parametrize("cache", ["same", "int8"])
 def test_memory_of_a_local_layer_follows_its_window(cache):
-    """Two of three layers see 4 tokens; a vector is 12 floats, or 12 bytes and one."""
+    """Two of three layers see 4 tokens; a vector has 48 bytes, in int8 12 + 4."""
     model = dataclasses.replace(tiny.MIXED, cache=cache)
     vector = {"same": 12 * 4, "int8": 12 + 4}[cache]
     for columns in (40, 400):

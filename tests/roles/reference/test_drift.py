@@ -19,7 +19,7 @@ def tree(scale=1.0):
 
 
 def tensors(params):
-    """As a checkpoint holds them: one tensor a layer."""
+    """The parameters as a checkpoint has them: one tensor per layer."""
     return [
         params["embed"]["tokens"],
         *params["layers"]["kernel"],
@@ -84,7 +84,7 @@ def test_a_moved_tensor_of_zeros_and_a_bfloat16_reference():
 
 @pytest.mark.slow
 def test_a_reference_in_int8_is_compared_as_it_is_read():
-    """Rounding is drift, too: of a tensor and its int8, and nothing else here."""
+    """Rounding counts as drift: here that between a tensor and its int8 form."""
     params = as_jax(tree())
     stored = storage.store(params, dtype="int8")
     table = weight_drift(params, stored)

@@ -1,4 +1,4 @@
-"""Storage, fingerprints and frozen models: what could move them, and that it shows."""
+"""Storage, fingerprints and frozen models: every possible change is detected."""
 
 import math
 import re
@@ -24,7 +24,7 @@ digests = jax.jit(fingerprint.digests)
 
 
 def small():
-    """Fresh arrays at every call, some of which the tests donate or break."""
+    """Fresh arrays at every call, as tests donate or change some of them."""
     rng = np.random.default_rng(0)
     return {
         "embed": jnp.asarray(rng.normal(size=(16, 8)), jnp.float32),
@@ -120,7 +120,7 @@ def test_no_gradient_reaches_a_frozen_model():
 
 
 def test_training_the_source_leaves_the_reference():
-    """Weight decay and donation: the policy moves, nothing else."""
+    """With weight decay and donation, only the policy moves."""
     optimizer = optax.adamw(0.1, weight_decay=0.1)
     trained = storage.store(toys.weights())
     reference = frozen.freeze(trained)
@@ -239,7 +239,7 @@ def test_a_digest_gathers_nothing():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool"])
 @pytest.mark.parametrize("shape", [(), (5,), (3, 2, 4)])
 def test_a_digest_is_the_oracle_s(dtype, shape):
-    """Snapshots hold fingerprints: another hash would break the resume of old runs."""
+    """Snapshots contain fingerprints: another hash would break resuming old runs."""
     leaf = np.asarray(jnp.asarray(RNG.integers(-99, 99, shape), dtype))
     words = oracles.digest(leaf, "layers/w")
     np.testing.assert_array_equal(digests({"layers": {"w": leaf}})[0], words)

@@ -1,4 +1,4 @@
-"""A reference that moves moves as its lifecycle says, and stays stored as it was."""
+"""A reference moves as its lifecycle says, and keeps its storage."""
 
 import functools
 
@@ -41,7 +41,7 @@ for_each_storage = pytest.mark.parametrize("how", STORED.values(), ids=STORED.ke
 
 
 def places(tree):
-    """Where and as what every array of a tree is held."""
+    """The sharding and dtype of every array of a tree."""
     return [(x.sharding, x.dtype, x.committed) for x in jax.tree.leaves(tree)]
 
 
@@ -105,7 +105,7 @@ def test_a_mixture_by_hand_in_every_storage(how):
     ],
 )
 def test_they_trace_as_one_line_of_a_program(how):
-    """A mean that follows the policy, with a traced rate, stays stored as it was."""
+    """A moving average of the policy, with a traced rate, keeps its storage."""
     reference = frozen.freeze(START, **how())
     mixed, reset = jax.jit(
         lambda reference, policy, rate: (
@@ -134,7 +134,7 @@ def test_they_trace_as_one_line_of_a_program(how):
 
 @pytest.mark.slow
 def test_the_source_digests_of_a_mixture_are_of_what_was_stored():
-    """In float32 nothing is lost, so source and stored are one; in int8 they differ."""
+    """float32 loses nothing, so source and stored digests agree; else they differ."""
     moved = lifecycle.mix(frozen.freeze(START), POLICY, rate=0.25)
     np.testing.assert_array_equal(moved.source_digests, moved.stored_digests)
     small = lifecycle.mix(frozen.freeze(START, dtype="bfloat16"), POLICY, rate=0.25)
@@ -164,7 +164,7 @@ def test_mixtures_close_in_on_the_policy_geometrically():
 
 
 def test_a_small_rate_rounds_away_in_few_bits():
-    """As the docstring warns; in float32 it does not."""
+    """The docstring warns of this; in float32 the rate is not lost."""
     ones = {"w": jnp.ones(4)}
     more = {"w": jnp.full(4, 2.0)}
     for dtype, moves in {"float32": True, "bfloat16": False}.items():
@@ -203,7 +203,7 @@ def test_a_moved_reference_does_not_retrace():
 
 
 def test_which_steps_move_and_which_take_the_kl():
-    """Steps from 0: moves end a step, a KL starts one."""
+    """Steps count from 0: a move ends a step, a KL starts one."""
     reference = frozen.freeze({"w": jnp.zeros(2)})
 
     def moves(plan):
@@ -277,7 +277,7 @@ SHAPES = [[1, 4, 5], [2, 1, 5], [2, 4, 1], [2, 1, 1]]
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", one_in(4, SHAPES))
 def test_matrices_of_one_row_or_column_keep_their_int8_axis(shape):
-    """The axis is read off the scales, which axes of size 1 could confuse."""
+    """The axis is inferred from the scales, where axes of size 1 are ambiguous."""
     rng = np.random.default_rng(0)
     old, new = (
         {
@@ -294,7 +294,7 @@ def test_matrices_of_one_row_or_column_keep_their_int8_axis(shape):
     "move", [Mix(every=2, rate=0.1), pytest.param(Reset(3), marks=pytest.mark.slow)]
 )
 def test_a_reference_moves_within_a_program_as_between_programs(move):
-    """A scan of six steps whose policy moves, and the same by hand."""
+    """Compares a scan of six steps with a moving policy against a Python loop."""
     moves = Lifecycle(move=move)
     start = frozen.freeze(START)
 

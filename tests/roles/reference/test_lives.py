@@ -1,4 +1,4 @@
-"""PPO under every life of the reference: stopped and resumed, to the last bit."""
+"""PPO under every lifecycle of the reference: a resumed run is equal to the bit."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ class Config(run_config.RunConfig):
 
 
 def play(config, *, stop=None):
-    """The loop of an experiment, its reward the share of even tokens."""
+    """An experiment's loop, with the share of even tokens as reward."""
     algorithm = ppo.PPO(
         model=toys.GPT2,
         critic_model=toys.GPT2,
@@ -94,7 +94,7 @@ def play(config, *, stop=None):
 
 @pytest.mark.long
 def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path):
-    """Reset, with every second KL; the mixed one is among the ways of a checkpoint."""
+    """Resets, with a KL every second step; train/test_ppo_ways.py has mixing."""
     life = Lifecycle(Reset(3), kl_every=2, scale_kl_coef=True)
     whole = play(Config(out=tmp_path / "whole", lifecycle=life))
     parts = Config(out=tmp_path / "parts", lifecycle=life)

@@ -1,4 +1,4 @@
-"""Every way in which a reference might be moved: it is not, or the move is told."""
+"""Every way in which a reference might be moved fails or is detected."""
 
 import ctypes
 import dataclasses
@@ -58,7 +58,7 @@ def assert_stands(reference, before):
 @pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("how", one_in(4, STORED.values()), ids=STORED.keys())
 def test_nothing_of_the_policy_is_shared(how):
-    """An alias of any leaf, the tied table among them, would die or change with it."""
+    """An alias of any leaf, the tied embedding included, would change or be donated."""
     policy = jax.tree.map(jnp.copy, toys.weights())
     reference = frozen.freeze(policy, **how())
     before = on_host(reference.stored)
@@ -80,7 +80,7 @@ def test_nothing_of_the_policy_is_shared(how):
 @pytest.mark.cases(quick=3)
 @for_each_storage
 def test_writes_into_the_source_s_numpy_buffer_do_not_reach_it(how):
-    """Aligned as XLA likes it, so that a view would be taken if one could."""
+    """The buffer is aligned for XLA, which could then take it without a copy."""
     buffer = np.zeros(4 * 64 * 32 + 64, np.uint8)
     start = -buffer.ctypes.data % 64
     matrix = buffer[start : start + 4 * 64 * 32].view(np.float32).reshape(2, 32, 32)
@@ -103,7 +103,7 @@ def test_numpy_views_of_it_are_read_only(how):
 @pytest.mark.cases(quick=4)
 @for_each_storage
 def test_a_write_past_all_guards_is_told(how):
-    """One byte in the buffer itself, as a library in C could write it."""
+    """Writes one byte into the buffer itself, as a C library could."""
     reference = frozen.freeze(toys.weights(), **how())
     leaf = jax.tree.leaves(reference.stored)[-1]
     jax.block_until_ready(reference)
@@ -122,7 +122,7 @@ def test_a_write_past_all_guards_is_told(how):
 @pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("name", ["copy", "bfloat16", "host"])
 def test_an_optimizer_over_a_tree_that_contains_it_is_told(name):
-    """Its gradient is zero, but weight decay needs none."""
+    """Its gradient is zero, but weight decay would move it."""
     reference = frozen.freeze(toys.weights(), **STORED[name]())
     trained = {"policy": toys.weights(), "reference": leaves.read(reference.stored)}
     optimizer = optax.adamw(0.1, weight_decay=0.1)
@@ -160,7 +160,7 @@ BASE = ppo.PPO(
 
 
 def begin(settings: ppo.PPO = BASE) -> state.TrainState:
-    """The policy starts with the very parameters that are frozen."""
+    """The policy starts from the frozen parameters."""
     return state.ppo_state(
         policy=jax.tree.map(jnp.copy, toys.params()),
         critic=toys.scorer(seed=1),
@@ -215,7 +215,7 @@ def test_ppo_with_weight_decay_and_donation_moves_the_policy_alone(rollout, name
 
 
 def gradient_of_all(rollout, name: str) -> float:
-    """The largest of everything that `learn` returns, by a reference's floats."""
+    """The largest gradient of any output of `learn` by the reference's floats."""
     reference = frozen.freeze(toys.params(seed=5), **STORED[name]())
     settings = dataclasses.replace(
         BASE,
@@ -253,7 +253,7 @@ IN_TWO = ["copy", pytest.param("int8 with bf16 tables", marks=pytest.mark.slow)]
 
 @pytest.mark.parametrize("name", IN_TWO)
 def test_no_gradient_reaches_it_through_an_iteration(rollout, name):
-    """Of next state, metrics, scored rollout."""
+    """Checks the next state, the metrics and the scored rollout."""
     assert gradient_of_all(rollout, name) == 0
 
 

@@ -1,4 +1,4 @@
-"""Every way to hold a frozen model: what it takes, and that it says the same."""
+"""Every storage of a frozen model: its memory, and equal log-probs."""
 
 import dataclasses
 import functools
@@ -48,7 +48,7 @@ def logprobs_of(reference, *, model):
 
 
 def rounded_to_int8(x, axis):
-    """(integers, scales), in float64, a channel at a time."""
+    """(integers, scales), computed in float64 channel by channel."""
     x = np.moveaxis(np.asarray(x, np.float64), axis, -1)
     integers, scales = np.zeros(x.shape), np.zeros(x.shape[:-1])
     for channel in np.ndindex(*x.shape[:-1]):
@@ -59,7 +59,7 @@ def rounded_to_int8(x, axis):
 
 
 def as_stored(params, *, dtype=None, embeddings=None, memory=None):
-    """The parameters that a storage stands for, plain and in float32."""
+    """The parameters that a storage represents, plain and in float32."""
 
     def of(path, leaf):
         names = [entry.key for entry in path]
@@ -159,7 +159,7 @@ def kinds(tree):
 
 @pytest.mark.slow
 def test_what_is_stored_is_copied_as_it_is():
-    """Frozen again without an option: the same integers, in the same memory."""
+    """Freezing again without an option keeps the integers and their memory."""
     for way in storage.WAYS.values():
         first = frozen.freeze(tiny.params(SQUARE), **way)
         again = frozen.freeze(first.stored)
@@ -206,7 +206,7 @@ def test_freezing_inside_jit_is_freezing(name):
 
 
 def tensor_parallel(params, mesh):
-    """Megatron's: columns of what reads the stream, rows of what writes to it."""
+    """Megatron's rules: columns of layers that read the stream, rows of writers."""
 
     def rule(path, leaf):
         names = [entry.key for entry in path]
@@ -222,7 +222,7 @@ def tensor_parallel(params, mesh):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["copy", "int8", "host-int8"])
 def test_a_reference_on_devices_of_its_own_says_the_same(name):
-    """Policy on device 0; the reference on 5, or split over 4 and 6."""
+    """The policy is on device 0; the reference on 5, or split over 4 and 6."""
     model = SQUARE
     params = jax.device_put(tiny.params(model), CPUS[0])
     way = storage.WAYS[name]
@@ -341,7 +341,7 @@ DEEP = config.gpt2(
     ],
 )
 def test_layers_are_read_one_at_a_time(name):
-    """No program holds the stacked layers in float32: it would be most of its room."""
+    """No program has the stacked layers in float32, which would dominate its memory."""
     params = zeros(DEEP)
     reference = jax.jit(functools.partial(frozen.freeze, **storage.WAYS[name]))(params)
     program = jax.jit(
@@ -385,7 +385,7 @@ def test_a_table_counts_parameters_not_scales(capsys, monkeypatch):
 @pytest.mark.slow  # quick: test_no_gradient_reaches_it_through_an_iteration
 @pytest.mark.parametrize("name", ["copy", "bf16"])
 def test_no_loss_moves_the_reference(name):
-    """Through KL, rewards and advantages to PPO's loss, and each of them itself."""
+    """Checks KL, rewards, advantages and PPO's loss."""
     model = toys.GPT2
     frozen_reference = frozen.freeze(toys.params(seed=2), **storage.WAYS[name])
     rollout = toys.sampled(toys.params())

@@ -23,7 +23,7 @@ score_of = jax.jit(rewards.sequence_scores, static_argnames="model")
 
 @dataclasses.dataclass
 class Answers:
-    """What a reward reads of a rollout."""
+    """The part of a rollout that a reward reads."""
 
     tokens: np.ndarray
     mask: np.ndarray
@@ -41,7 +41,7 @@ def params(seed=0):
 
 
 def answers():
-    """Prompts in 3 columns and responses in 4, the last of which is free."""
+    """Prompts of 3 columns and responses of 4, the last column unused."""
     tokens = np.array(
         [[0, 1, 2, 3, 4, 0, 0], [1, 2, 3, 4, 5, 6, 0], [0, 0, 5, 6, 0, 0, 0]], np.int32
     )
@@ -53,7 +53,7 @@ def answers():
 
 
 def test_the_score_is_that_of_the_last_token_wherever_it_stands():
-    """Alone, padded left or right, and as prompt (left) with response (right)."""
+    """Alone, padded left or right, and as a left-padded prompt with its response."""
     scores_of = {}
     for side in ("left", "right"):
         tokens, mask = tiny.batch(LENGTHS, SIZE, side=side, padding=-1)
@@ -127,7 +127,7 @@ def test_normalise_gives_the_mean_and_std_asked_for():
 
 @pytest.mark.parametrize("mean", [0.0, -2.0])
 def test_normalise_without_a_std_moves_the_bias_alone(mean):
-    """N+: demonstrations get the mean asked for, and every lead stays."""
+    """Demonstrations get the required mean, and differences of scores stay."""
     tokens, mask = tiny.batch((6, 5, 4, 3, 2, 1), SIZE, side="left")
     before = params()
     scores = np.asarray(score_of(before, model=MODEL, tokens=tokens, mask=mask))
@@ -184,7 +184,7 @@ def test_running_moments_leave_out_what_is_not_finite():
 @pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("spread", [0.0, 0.01, 1.0])
 def test_running_moments_of_many_scores_near_1000_keep_their_digits(spread):
-    """192,000 scores, 64 at a time, as the sums of float64 have them."""
+    """192,000 scores, 64 at a time, agree with float64 sums."""
     rng = np.random.default_rng(0)
     scores = (1000.1 + rng.normal(0, spread, (3000, 64))).astype(np.float32)
 
@@ -251,7 +251,7 @@ def clearing(prompts, responses, rows):
 
 
 class Unreadable:
-    """Whose every method raises."""
+    """An object whose every method raises."""
 
     def __float__(self):
         raise ZeroDivisionError("no")
@@ -347,7 +347,7 @@ def test_any_list_of_numbers_is_scores(returned, expected):
 
 
 def test_a_function_gets_copies():
-    """What it does to its lists and rows, nested ones too, is gone at the next call."""
+    """Its changes to lists and rows, nested ones too, do not reach the next call."""
     rows = [{"gold": i, "notes": {"seen": []}} for i in range(3)]
     before = copy.deepcopy(rows)
 
@@ -390,7 +390,7 @@ def test_ctrl_c_in_a_function_stays_ctrl_c():
 
 
 def lengths(rollout):
-    """f32[B], tokens of the response; as a function that `jit` can trace."""
+    """f32[B], tokens of each response; `jit` can trace it."""
     return jnp.sum(rollout.response_mask, axis=1, dtype=jnp.float32)
 
 
@@ -406,7 +406,7 @@ def test_numbers_alone_are_scores_without_parts():
 
 
 def test_a_weighted_sum_has_the_weighted_rewards_of_turns():
-    """Of the parts that have some; a part of weight 0 counts nothing."""
+    """Only parts with turn rewards count; a part of weight 0 adds nothing."""
     of_turns = jnp.asarray([[0.0, 1.0, 0.0], [0.0, 0.0, 2.0]])
     total = jnp.asarray([3.0, 5.0])
 
@@ -434,7 +434,7 @@ def test_rewards_of_turns_stand_beside_their_totals():
 
 
 def test_a_weighted_sum_names_its_parts():
-    """2, 3 and 1 response tokens; the text's reward is length plus gold."""
+    """Responses of 2, 3 and 1 tokens; the text's reward is length plus gold."""
 
     def function(prompts, responses, rows):
         return [len(r) + row["gold"] for r, row in zip(responses, rows, strict=True)]
@@ -566,7 +566,7 @@ def test_an_ensemble_is_its_formula(options, expected):
 
 
 def test_an_entropic_risk_is_the_worst_of_all_weights_near_equal_ones():
-    """min over w of Σ w·r + τ·KL(w ‖ 1/3), and its two ends."""
+    """min over w of Σ w·r + τ·KL(w ‖ 1/3), and its limits in τ."""
     risk, members = 0.8, np.float64(MEMBERS)
 
     def charged(w):
@@ -587,7 +587,7 @@ def means_of(stats):
 
 
 def test_an_ensemble_of_functions():
-    """2, 3 and 1 response tokens; of a member with parts the total is taken."""
+    """Responses of 2, 3 and 1 tokens; a member with parts counts by its total."""
     inner = rewards.weighted({"a": (2.0, constant(1.0)), "b": (0.25, constant(2.0))})
     reward = rewards.ensemble([lengths, inner], how="minimum")
     scores = reward(answers())
@@ -599,7 +599,7 @@ def test_an_ensemble_of_functions():
 
 @pytest.mark.slow
 def test_an_ensemble_of_frozen_models_is_a_pytree():
-    """Each member has a copy of its own, of which the total is taken."""
+    """Each member has its own copy, of which the total is used."""
     reward_models = [frozen.freeze(params(seed)) for seed in (0, 1)]
     inner = rewards.weighted(
         {"a": (2.0, rewards.from_model(reward_models[1], model=MODEL))}

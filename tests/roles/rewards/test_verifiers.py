@@ -158,7 +158,7 @@ def test_without_a_marker_the_last_number_may_count():
 @pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("part", ["train", "test"])
 def test_every_row_of_gsm8k(shared_data, part):
-    """Against the expression of openai/grade-school-math, which strips commas."""
+    """Against the expression of openai/grade-school-math, with commas stripped."""
     file = shared_data / "gsm8k" / f"{part}.jsonl"
     located = json_lines.read_located(file)
     verify = verifiers.Gsm8k()
@@ -277,7 +277,7 @@ def test_a_verifier_as_a_reward():
 
 
 def test_processes_that_verify_load_no_jax():
-    """Nor whatever else takes long: in a fresh interpreter."""
+    """A fresh interpreter also imports no other slow module."""
     code = (
         "import pickle, sys; "
         "from rlhf_jax.verification import worker; "

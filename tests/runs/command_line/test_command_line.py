@@ -1,4 +1,4 @@
-"""Command lines become configs; user errors and signals end a run in one message."""
+"""Command lines become configs; user errors and signals end a run with one message."""
 
 import dataclasses
 import gc
@@ -136,7 +136,7 @@ def test_a_recorded_config_that_does_not_fit_is_refused(tmp_path, capsys):
 
 
 def ending(run, tmp_path, capsys) -> tuple[object, str]:
-    """(status, stderr) of a run through `runs.command_line.main`."""
+    """(status, stderr) of a run by `runs.command_line.main`."""
     argv = ["--out", os.fspath(tmp_path / "run")]
     with pytest.raises(SystemExit) as exit_:
         command_line.main(run, Config, description="A test.", argv=argv)
@@ -213,7 +213,7 @@ def test_a_defect_keeps_its_traceback(tmp_path):
     ],
 )
 def test_a_device_without_memory_is_one_line(tmp_path, capsys, said):
-    """What an H200 said that other programs had filled."""
+    """The error of an H200 whose memory other programs had filled."""
 
     def run(config):
         folder.open_run(config)
@@ -279,7 +279,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path, capsys):
 @pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_that_python_drops_comes_again(tmp_path, capsys, signum):
-    """What a handler raises in a callback of the garbage collector is forgotten."""
+    """Python drops what a handler raises in a callback of the garbage collector."""
     steps = []
 
     def callback(phase, info):
@@ -329,7 +329,7 @@ def test_handlers_are_put_back():
 def test_a_run_that_exits_before_its_end_never_has_status_0(
     tmp_path, capsys, code, status
 ):
-    """Nor 256, of which the system keeps the lowest byte."""
+    """Nor status 256, of which the system keeps the lowest byte."""
 
     def run(config):
         sys.exit(code)
@@ -425,7 +425,7 @@ def test_an_out_that_no_system_takes_is_one_short_line(
 
 @pytest.mark.parametrize("option", ["-h", "--help", "--help-all"])
 def test_help_starts_no_accelerator(option, monkeypatch, capsys):
-    """It would wait for it, and take a TPU that a run may hold."""
+    """Help would wait for the accelerator, and take a TPU from a run."""
 
     def started():
         raise AssertionError("JAX was started")

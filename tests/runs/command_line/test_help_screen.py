@@ -1,4 +1,4 @@
-"""--help on one screen: its options, their texts and their defaults."""
+"""--help on one screen: options, texts and defaults."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""Each wrong word of a command line is refused in one line of our own."""
+"""Each wrong argument is refused in one line of our own."""
 
 import dataclasses
 import sys
@@ -116,7 +116,7 @@ def test_each_refusal_is_a_line(argv, message, columns, encoding, monkeypatch, r
 
 
 def test_a_long_value_is_told_as_it_was_written(monkeypatch):
-    """The box would break it into two words."""
+    """The box would break the value into two words."""
     monkeypatch.setenv("COLUMNS", "40")
     path = "a-path/" * 20
     assert f"got {path!r}; " in refused([*NEEDED, f"--num-steps={path}"])
@@ -129,7 +129,7 @@ def test_the_help_with_every_option_is_named():
 
 
 def test_a_function_is_called_outside_of_the_parser(capfd):
-    """What it prints is seen, and its own errors are left alone."""
+    """Its output is shown, and its own errors pass unchanged."""
 
     def check(run: tyro.conf.Positional[Path], *, seed: int = 0) -> None:
         """Check a run.

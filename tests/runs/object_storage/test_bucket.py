@@ -1,4 +1,4 @@
-"""A run in a bucket that is asked by HTTP, killed, and resumed from it alone."""
+"""A run in a bucket served by HTTP is killed, and resumed from the bucket alone."""
 
 import os
 import random
@@ -34,7 +34,7 @@ def endpoint():
 def test_a_run_killed_at_random_goes_on_from_the_bucket_alone(
     kills, endpoint, tmp_path, monkeypatch
 ):
-    """SIGKILL within steps, uploads and starts; each start has a spool of its own."""
+    """SIGKILL within steps, uploads and starts; each start has its own spool."""
     monkeypatch.setenv(urls.SPOOL, str(tmp_path / "reader"))
     monkeypatch.setenv("SECONDS_A_STEP", "0.05")
     url, rng, killed, started = f"gs://bucket/killed_{kills}", random.Random(0), 0, 0

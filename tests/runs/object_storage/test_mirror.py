@@ -1,6 +1,6 @@
-"""A run whose folder is in a bucket goes on from there alone, to the last bit.
+"""A run whose folder is in a bucket resumes from the bucket alone, to the bit.
 
-The bucket is fsspec's in memory; `test_bucket.py` has one that is asked by HTTP.
+The bucket is fsspec's in memory; `test_bucket.py` has one served by HTTP.
 """
 
 import json
@@ -21,7 +21,7 @@ STEPS = ("--num-steps", 6, "--snapshot-every", 2)
 
 @pytest.fixture(autouse=True)
 def spool(tmp_path, monkeypatch):
-    """The folder of copies; what fails is tried once."""
+    """The spool's folder; failed uploads are not retried."""
     monkeypatch.setenv(urls.SPOOL, str(tmp_path / "spool"))
     monkeypatch.setattr(urls, "PATIENCE", 0.0)
     monkeypatch.setattr(urls, "_AT_ONCE", 1)
@@ -34,7 +34,7 @@ def spool(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """What a run that is not stopped leaves in a folder on this machine."""
+    """The files of an unbroken run in a local folder."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     toy_storage.main("--out", folder, *STEPS)
     return folder
@@ -54,7 +54,7 @@ def stopped(*argv: object) -> int:
 
 
 def stopped_at(step: int, monkeypatch) -> None:
-    """The run ends without another look at the bucket."""
+    """Ends the run without another call to the bucket."""
     with monkeypatch.context() as early:
         early.setenv("STOP_AT", str(step))
         assert stopped("--out", URL, *STEPS) == 130
@@ -130,7 +130,7 @@ def test_what_the_bucket_holds_is_whole_after_every_single_write(
 
 
 def failing(monkeypatch, *, after: int, times: int = 10**9) -> list[str]:
-    """The bucket takes `after` more files, and then fails so many times."""
+    """Lets the bucket fail `times` times after `after` files; returns asked paths."""
     system = urls.system(URL)
     put, asked = system.put_file, []
 

@@ -1,4 +1,4 @@
-"""Addresses of object storage, and copies of what is there."""
+"""Addresses of object storage, and copies of its files."""
 
 import os
 import signal

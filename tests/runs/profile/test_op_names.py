@@ -33,7 +33,7 @@ def test_names_are_those_of_the_program_that_ran():
 
 
 def test_a_program_of_the_cache_runs_under_another_number():
-    """Its module has the name, and where there are several they may all be meant."""
+    """Its module has the name; where several modules do, any of them may be meant."""
     names = op_names(
         xspaces.serialised(xspaces.plane("/host:metadata", {}, programs=PROGRAMS))
     )

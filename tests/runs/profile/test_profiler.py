@@ -1,4 +1,4 @@
-"""A window of a run's steps is traced, and nothing else of the run changes."""
+"""A window of a run's steps is traced, without any other change to the run."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ BY_MASK = [profiler.Text(1, 4), profiler.Text(5, 1)]
 
 
 def play(config, *, stages=("first", "last"), fail_at=None):
-    """A sum of sines in each stage; what was traced while each step ran."""
+    """Sums sines in each stage; records whether each step was traced."""
     with run.Run(config, num_steps=dict.fromkeys(stages, config.num_steps)) as job:
         for name in stages:
             with job.stage(name, {"sum": jnp.float32(0)}, meta={}) as stage:
@@ -57,7 +57,7 @@ def traces(config):
 
 
 def steps_of(path):
-    """The steps that a trace has annotations of."""
+    """The steps annotated in a trace."""
     return sorted(
         dict(event.stats)["step_num"]
         for plane in jax.profiler.ProfileData.from_file(str(path)).planes
@@ -177,7 +177,7 @@ def test_a_profile_is_read_of_the_steps_that_are_asked_for(tmp_path, plain):
 
 
 def test_devices_count_and_the_profiler_does_not(tmp_path, plain, monkeypatch):
-    """What the devices are behind by at a boundary is time of steps."""
+    """Time for which devices lag behind at a boundary counts to the steps."""
     config = dataclasses.replace(plain, out=tmp_path / "run", profile="2:4")
     order, clock = [], [0.0]  # which only what is spent here moves on
     real = jax.block_until_ready

@@ -1,4 +1,4 @@
-"""Device time by scope, of traces written by hand and of a program that ran."""
+"""Device time by scope, of hand-written traces and of a program that ran."""
 
 import gzip
 import json
@@ -54,7 +54,7 @@ PROGRAM = {
 
 
 def test_a_scope_takes_the_time_in_which_it_runs(tmp_path):
-    """Threads of one device count once, and a loop what its operations leave."""
+    """Threads of one device count once; a loop has the time its operations leave."""
     times = written(
         tmp_path,
         xspaces.plane("/host:metadata", {}, programs=PROGRAM),
@@ -116,7 +116,7 @@ def test_seconds_are_means_over_devices(tmp_path):
 
 
 def test_an_accelerator_s_own_lines_count_and_not_what_its_host_launches(tmp_path):
-    """Of a GPU its streams, of a TPU its operations: other lines repeat them."""
+    """A GPU's streams and a TPU's operations count; other lines repeat them."""
     host = xspaces.plane("/host:CPU", {"thread": [("dot", 0, 90, on_cpu("dot"))]})
     metadata = xspaces.plane("/host:metadata", {}, programs=PROGRAM)
     gpu = xspaces.plane(
@@ -143,7 +143,7 @@ def test_an_accelerator_s_own_lines_count_and_not_what_its_host_launches(tmp_pat
 
 
 def test_a_loop_has_what_its_body_leaves_of_it(tmp_path):
-    """A TPU's line has the loop, whose event spans its branch, which spans its own."""
+    """In a TPU's line the loop's event spans its branch, which spans its operations."""
     names = {
         "%while": "jit(f)/loss/while",
         "%conditional": "jit(f)/loss/while/body/cond",
@@ -184,7 +184,7 @@ def test_a_trace_without_operations_names_no_scope(tmp_path):
 
 @pytest.mark.slow
 def test_the_scopes_of_a_program_that_ran(tmp_path):
-    """Gradients and loops keep the names, and the loop of 40 takes most of the time."""
+    """Gradients and loops keep their scopes; the loop of 40 takes most of the time."""
 
     def function(x):
         with jax.named_scope("reference"):

@@ -1,4 +1,4 @@
-"""The files of a run that went on without lost rows, or from an older snapshot."""
+"""Files of a run resumed after losing rows, or from an older snapshot."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ def play(config, *, stop=None, version=1):
 
 @pytest.fixture
 def begun(tmp_path):
-    """The config of a run whose newest snapshot is 4 of 6."""
+    """The config of a run whose newest snapshot is at step 4 of 6."""
     config = Config(out=tmp_path / "run")
     play(config, stop=5)
     return dataclasses.replace(config, resume=True, accept_lost_rows=True)

@@ -1,4 +1,4 @@
-"""160 damages anywhere in a run, its evaluation and a sweep: none is silent.
+"""160 damages anywhere in a run, its evaluation and a sweep are all detected.
 
 Bits flip, tails are cut, rows are lost, swapped or doubled, numbers are edited, files
 are another run's or gone. Each time `rlhf-jax verify` ends with status 1 or 2, and what
@@ -46,7 +46,7 @@ measures = { score = "objective/scores", told = { summary = "told" } }
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A folder with a run, another seed's, an evaluation and a sweep."""
+    """A folder with a run, a run of another seed, an evaluation and a sweep."""
     place = tmp_path_factory.mktemp("whole")
     toy_files.checkpoint(place / "start")
     rows = [
@@ -76,7 +76,7 @@ def whole(tmp_path_factory):
 
 
 def status(*argv):
-    """The status that a command ends with."""
+    """The exit status of a command."""
     try:
         main.main([*map(str, argv)])
     except SystemExit as end:
@@ -210,7 +210,7 @@ KINDS = (
 
 
 def damaged(whole, at, name, kind, rng):
-    """A copy of a folder with one damaged file, whose name is returned."""
+    """Copies a folder and damages one file; returns its name."""
     shutil.rmtree(at, ignore_errors=True)
     shutil.copytree(whole / name, at / name)
     files = sorted(path for path in (at / name).rglob("*") if path.is_file())
@@ -307,7 +307,7 @@ def test_a_sweep_does_not_count_a_damaged_run(whole, tmp_path):
 
 
 def test_a_paper_is_not_written_without_a_run_that_was_done(whole, tmp_path):
-    """As if it had never been."""
+    """Without this check the paper would silently omit the run."""
     shutil.copytree(whole / "sweep", tmp_path / "sweep")
     summary = "runs/kl_coef=0/seed_0/summary.json"
     (tmp_path / "sweep" / summary).unlink()

@@ -1,4 +1,4 @@
-"""What a run folder says of its files: sealed, damaged, of an older version."""
+"""What a run folder records of its files: sealed, damaged, or of an older version."""
 
 import json
 

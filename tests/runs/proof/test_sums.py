@@ -1,4 +1,4 @@
-"""Sums of files, and JSON of which no byte is free."""
+"""Checksums of files, and JSON in a canonical form."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""A snapshot that is not what was saved is refused, named, and gone back from.
+"""A damaged snapshot is refused and named, and the run resumes from an older one.
 
 A run is damaged as disks and people do it: bits flip, files end early or are gone.
 """
@@ -40,7 +40,7 @@ class Config(RunConfig):
 
 @jax.jit
 def update(state, key):
-    """Adam on noise: parameters, moments and a count, as a trainer holds them."""
+    """Adam on noise: parameters, moments and a count, as in a trainer."""
     noise = jax.random.normal(key, state["w"].shape)
     change, moments = ADAM.update({"w": noise}, state["adam"])
     moved = optax.apply_updates({"w": state["w"]}, change)
@@ -59,7 +59,7 @@ def initial():
 
 
 def play(out, **options):
-    """Two stages, the second of which begins with what the first came to."""
+    """Two stages; the second begins with the first one's result."""
     state = initial()
     with run.Run(Config(out=out, **options), num_steps=STAGES) as job:
         for name in STAGES:
@@ -85,7 +85,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def out(finished, tmp_path):
-    """A copy of a finished run, to be damaged."""
+    """A copy of a finished run to damage."""
     return Path(shutil.copytree(finished[0], tmp_path / "run"))
 
 
@@ -106,7 +106,7 @@ def cut(path, *, size):
 
 
 def damages(folder, *, count, seed=0):
-    """Flips, cuts and losses at random places, as (file, change of it)."""
+    """Bit flips, truncations and losses at random places, as (file, change)."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     sizes = [path.stat().st_size for path in files]
     rng = np.random.default_rng(seed)
@@ -129,7 +129,7 @@ def damages(folder, *, count, seed=0):
 
 
 def restored_with_errors(folder, step, capsys):
-    """What a restore says: the error, or the note and the bits of the arrays."""
+    """(error, None) of a restore that fails; otherwise (its note, the arrays' bits)."""
     capsys.readouterr()
     try:
         with Snapshots(folder) as snapshots:
@@ -149,7 +149,7 @@ def verified(out, capsys):
 
 
 def sweep(out, capsys, *, count, seed):
-    """Damages a whole snapshot, one place at a time; none may go unsaid."""
+    """Damages a snapshot in one place at a time; every damage must be reported."""
     folder = out / "snapshots" / "second"
     whole = folder.parent.parent / "whole"
     shutil.copytree(folder / "6", whole)
@@ -203,7 +203,7 @@ def test_every_file_is_missed(out, capsys):
 @pytest.mark.long
 @pytest.mark.slow
 def test_digests_alone_let_no_changed_array_pass(out, capsys, monkeypatch):
-    """As for files too large for the list to hold more than their sizes."""
+    """This protects files so large that the list has only their sizes."""
     monkeypatch.setattr(integrity, "MAX_READ", -1)
     # Of an array that orbax cannot read it drops the readers of the others.
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
@@ -240,7 +240,7 @@ def test_the_meta_has_the_digest_of_every_array(out):
 
 
 def saved_again(folder, step, change):
-    """The snapshot as if `change` had been in the file when orbax wrote it."""
+    """The snapshot as if orbax had written the file with `change`."""
     arrays = read_arrays(folder, step, matches=lambda path: True)
     arrays = {path: np.array(array) for path, array in arrays.items()}
     change(arrays)
@@ -264,7 +264,7 @@ def saved_again(folder, step, change):
     ],
 )
 def test_one_bit_of_one_array_is_named(out, path, capsys):
-    """Where every file is sound: the digests of what is trained are what tells."""
+    """Every file is sound; only the digests of trained arrays can detect it."""
     folder = out / "snapshots" / "second"
 
     def change(arrays):
@@ -381,7 +381,7 @@ def test_nothing_whole_is_begun_again(out, finished):
 
 @pytest.mark.slow
 def test_the_number_is_of_the_stage_that_is_damaged(out, finished):
-    """An earlier stage goes back; what came after it stays."""
+    """An earlier stage goes back to its older snapshot; later stages stay."""
     damage(out, "first", 4)
     assert "snapshot 2 of first is whole" in refusal(out)
     modified = (out / "snapshots" / "second" / "6" / LIST).stat().st_mtime_ns

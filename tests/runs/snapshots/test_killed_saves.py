@@ -1,4 +1,4 @@
-"""A run killed by SIGKILL at a chosen moment of a save goes on to the last bit.
+"""A run killed by SIGKILL at a chosen moment of a save resumes to the last bit.
 
 The moments are what the process does to files, as Python's audit events tell them.
 """
@@ -71,7 +71,7 @@ def names(out):
 
 
 def killed_at(out, moment):
-    """A run that kills itself as it comes to a moment of its last save."""
+    """A run that kills itself at a moment of its last save."""
     ended = subprocess.run(
         [sys.executable, __file__, str(out)],
         env=os.environ | {"PYTHONPATH": places.PYTHONPATH, AT: moment},

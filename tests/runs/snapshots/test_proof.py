@@ -1,4 +1,4 @@
-"""The proof that a run carries of its frozen models, while it runs and from disk."""
+"""A run's proof of its frozen models, while it runs and from disk."""
 
 import dataclasses
 import functools
@@ -64,7 +64,7 @@ drift_of = jax.jit(drift.weight_drift)
 
 @jax.jit
 def train(policy, reference, key):
-    """Moves with the reference and with noise, as an update with a penalty would."""
+    """Moves the policy towards the reference, with noise, like a penalised update."""
     keys = iter(jax.random.split(key, 8))
     return jax.tree.map(
         lambda w, r: w + 0.1 * (r - w) + 0.1 * jax.random.normal(next(keys), w.shape),
@@ -83,7 +83,7 @@ def play(
     meddle=lambda step, reference: reference,
     **config,
 ):
-    """A run without a model: a policy that moves, and a reference that lives."""
+    """A run without a model: a moving policy and a reference with a lifecycle."""
     key = jax.random.key(3)
     policy = jax.tree.map(jnp.copy, weights())
     state = {"policy": policy, "reference": reference, "root_key": key}
@@ -113,7 +113,7 @@ def play(
 
 
 def rooted(out):
-    """What verify finds: {step: (fingerprint, verdict)} of the reference."""
+    """{step: (fingerprint, verdict)} of the reference, by verify."""
     rows = proof.check_run(out)
     assert {row.stage for row in rows} == {"ppo"}
     assert all(row.moved is None for row in rows)
@@ -189,7 +189,7 @@ def test_the_meta_of_a_snapshot_holds_every_leaf(tmp_path):
 
 @pytest.mark.slow
 def test_a_model_frozen_of_a_stored_one_is_on_record_too(tmp_path):
-    """Leaves of an int8 source have no path in float32, so they are numbered."""
+    """Leaves of an int8 source have no float32 path, so they are numbered."""
     source = frozen.freeze(weights(), dtype="int8").stored
     reference = frozen.freeze(source, dtype="float32")
     play(tmp_path, reference=reference, num_steps=2)
@@ -205,7 +205,7 @@ def test_a_model_frozen_of_a_stored_one_is_on_record_too(tmp_path):
 
 @pytest.mark.slow
 def test_mixing_when_no_lifecycle_asks_for_it_stops_the_run(tmp_path):
-    """The new digests are right, so only the beginning tells."""
+    """The new digests are right; only the initial digest can detect it."""
 
     def meddle(step, reference):
         return (
@@ -284,7 +284,7 @@ def test_a_resume_with_other_models_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_the_source_is_checked_where_the_stored_form_cannot_tell(tmp_path):
-    """A last bit of float32 that bfloat16 rounds away is another checkpoint's."""
+    """A last bit of float32 that bfloat16 rounds away means another checkpoint."""
     start = weights()
     nudged = jax.tree.map(lambda x: jnp.nextafter(x, jnp.inf), start)
     one, two = (frozen.freeze(tree, dtype="bfloat16") for tree in (start, nudged))
@@ -298,7 +298,7 @@ def test_the_source_is_checked_where_the_stored_form_cannot_tell(tmp_path):
 
 
 def tampered(source, out, change, *, step=8):
-    """A copy of a run whose newest snapshot was saved again with other arrays."""
+    """A copy of a run whose newest snapshot is saved again with other arrays."""
     shutil.copytree(source, out)
     folder = out / "snapshots" / "ppo"
     arrays = files.read_arrays(folder, step, matches=lambda path: True)
@@ -330,7 +330,7 @@ def swap_digests(arrays, meta):
 
 
 def consistent_replacement(arrays, meta):
-    """Arrays, digests and meta all agree, but on a model that the run never had."""
+    """Arrays, digests and meta agree, but on a model that the run never had."""
     model = frozen.freeze(weights(1), dtype="int8", memory="pinned_host")
     saved = {"reference": model}
     arrays.update({path: np.asarray(leaf) for path, leaf in _flat(saved).items()})
@@ -339,7 +339,7 @@ def consistent_replacement(arrays, meta):
 
 
 def another_model(arrays, meta):
-    """Arrays with digests of their own; the meta alone knows better."""
+    """Other arrays with matching digests; only the meta disagrees."""
     saved = {"reference": frozen.freeze(weights(1))}
     arrays.update({path: np.asarray(leaf) for path, leaf in _flat(saved).items()})
 
@@ -356,7 +356,7 @@ def another_model(arrays, meta):
     ],
 )
 def test_a_tampered_snapshot_is_not_resumed(tmp_path, change, moved):
-    """Under a lifecycle too, where the beginning cannot tell."""
+    """Also under a lifecycle, where the initial digest cannot detect it."""
     play(tmp_path / "run", life=MIXED)
     out = tampered(tmp_path / "run", tmp_path / "tampered", change)
     with pytest.raises(ReferenceMovedError, match=moved):
@@ -443,7 +443,7 @@ def test_a_damaged_snapshot_is_told(finished, tmp_path, file, capsys):
 
 
 def verified(capsys, out, status):
-    """(stdout, stderr) of `rlhf-jax verify OUT`, which ends with this status."""
+    """(stdout, stderr) of `rlhf-jax verify OUT`, which must exit with this status."""
     if status == 0:
         main.main(["verify", str(out)])
     else:
@@ -472,7 +472,7 @@ def test_verify_exits_with_0_1_or_2(finished, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_console_script_tells_of_damaged_arrays(finished, tmp_path):
-    """In a process of its own: orbax leaves threads behind that end in errors."""
+    """Runs in its own process, as orbax leaves threads that end in errors."""
     out = tmp_path / "run"
     shutil.copytree(finished, out)
     for file in (out / "snapshots/ppo/4/arrays").rglob("*"):

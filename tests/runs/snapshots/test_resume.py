@@ -1,4 +1,4 @@
-"""What a resumed run may differ in, and what it tells of files that changed."""
+"""The options that a resumed run may change, and its messages on changed files."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ class Config(run_config.RunConfig):
 
 
 def play(config, *, meta=None, stop=None):
-    """Steps of a run that adds `kl_coef`; the sum, and the steps that were made."""
+    """Runs steps that add `kl_coef`; returns the sum and the steps made."""
     steps = []
     with (
         run.Run(config, num_steps={"only": config.num_steps}) as job,
@@ -44,7 +44,7 @@ def play(config, *, meta=None, stop=None):
 
 
 def edit(path, **fields):
-    """Changes fields of a config.json, as a user with an editor."""
+    """Changes fields of a config.json, as a user would."""
     content = json.loads(path.read_text())
     content["config"] |= fields
     path.write_text(json.dumps(content))
@@ -137,7 +137,7 @@ def test_the_config_is_read_from_the_snapshot_that_orbax_wrote(begun):
 
 
 def test_an_edited_config_is_refused_beside_a_damaged_snapshot(begun):
-    """By the newest snapshot that can be read, here 2 of 2 and 4."""
+    """Checked against the newest readable snapshot, here 2 of 2 and 4."""
     stage = begun.out / "snapshots" / "only"
     assert files.numbers(stage) == [2, 4]
     (stage / "4" / "meta" / "metadata").write_bytes(b"{")
@@ -178,7 +178,7 @@ def test_a_snapshot_that_does_not_say_is_told(capsys):
 
 
 def without(path, *steps):
-    """Takes rows out of a JSONL file."""
+    """Removes rows from a JSONL file."""
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(x for x in lines if json.loads(x)["step"] not in steps))
 
@@ -267,7 +267,7 @@ def placed(**places):
     ],
 )
 def test_a_resume_may_move_the_policy_and_frozen_models_only(before, now, names):
-    """The sampler's responses and the critic's state in a snapshot stay in place."""
+    """In a snapshot, sampled responses and the critic's state must stay in place."""
     recorded, current = placed(**before), placed(**now)
     but = frozenset(run_config.MAY_DIFFER)
     assert resume.differing(recorded, current, but=but) == names
@@ -281,7 +281,7 @@ def test_a_name_is_left_out_with_its_group_and_not_what_begins_like_it():
 
 
 def test_a_snapshot_of_other_numbers_is_refused_with_the_reason():
-    """Of a model with ids without a token, and of messages that are scored."""
+    """Of a model with unused ids, and of scored messages."""
     new = {"data_digest": "a", "unused_ids": [[5, 8]]}
     with pytest.raises(InputError, match=r"got none: it is of a version before 0\.3"):
         resume.check_meta({"data_digest": "a"}, new, where="snapshot 2")

@@ -1,4 +1,4 @@
-"""Snapshots come back to the last bit, whole or not at all."""
+"""Snapshots are restored to the last bit, completely or not at all."""
 
 import errno
 import json
@@ -38,7 +38,7 @@ class Moments(NamedTuple):
 
 
 def example() -> State:
-    """Every kind of leaf and node that a run holds, with awkward values."""
+    """Every kind of leaf and node in a run's state, with awkward values."""
     weights = jnp.array([jnp.nan, -0.0, 1e-42, jnp.inf, 1 / 3], jnp.float32)
     params = {
         "a.b/c['d']": weights,
@@ -202,7 +202,7 @@ def test_saving_is_silent(tmp_path, capfd):
 
 
 def test_a_list_that_cannot_be_written_is_told_once(tmp_path, monkeypatch):
-    """The snapshot is whole without it."""
+    """The snapshot is complete without the list."""
 
     def full(folder):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -219,7 +219,7 @@ def test_a_list_that_cannot_be_written_is_told_once(tmp_path, monkeypatch):
 
 
 def test_orbax_v1_reads_the_same_bits(tmp_path):
-    """Its API of tomorrow reads the snapshots of today."""
+    """Orbax's next API reads today's snapshots."""
     state = example()
     with Snapshots(tmp_path) as snapshots:
         snapshots.save(7, arrays=state, meta=META)
@@ -277,7 +277,7 @@ STORED = {
     ],
 )
 def test_a_frozen_model_comes_back_as_it_is_stored(tmp_path, how):
-    """Its bits, memory, devices, and whether it is tied to these, in every storage."""
+    """Its bits, memory, devices and commitment to them, in every storage."""
     reference, other = (
         frozen.freeze(toys.weights(seed=seed), **how()) for seed in (0, 1)
     )

@@ -1,4 +1,4 @@
-"""What every method takes, as a user writes it, and the front page's matrix of it."""
+"""Options of every method as users write them, and the front page's matrix."""
 
 METHODS = ("ppo", "grpo", "reinforce", "online-dpo", "nash-md", "distill")
 OPTIONS = {
@@ -32,7 +32,7 @@ OPTIONS = {
 
 
 def matrix(refused):
-    """The table in Markdown, of what some method refuses; a number stands for a reason.
+    """The Markdown table of options that some method refuses; numbers are reasons.
 
     Args:
       refused: (method, options) -> the reasons of a refusal.

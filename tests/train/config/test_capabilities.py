@@ -1,4 +1,4 @@
-"""The capability table: what is refused, by which reason, and that nothing else is."""
+"""The capability table: it refuses its pairs with their reasons, and nothing else."""
 
 import functools
 import importlib
@@ -68,7 +68,7 @@ PAIRS = {
 
 @functools.cache
 def parse(words):
-    """The config of a command line, with what every command line needs."""
+    """The config of a command line with the required options added."""
     name, *options = words.split()
     needed = ["--out=x", "--model=m", "--prompts=p"]
     rewards = ("--reward", "--verifier", "--environment")
@@ -143,7 +143,7 @@ def test_other_options_of_the_same_features(words, pair):
 
 @pytest.fixture(autouse=True)
 def check(monkeypatch):
-    """The check, called by the tests: on a command line it ends the process."""
+    """The check, which tests call themselves; on a command line it ends the process."""
     check = capabilities.check
     monkeypatch.setattr(capabilities, "check", lambda config: None)
     return check

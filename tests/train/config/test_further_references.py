@@ -1,4 +1,4 @@
-"""--references: a word of the command line becomes a frozen model beside the first."""
+"""--references: each argument becomes a frozen model beside the first reference."""
 
 import dataclasses
 

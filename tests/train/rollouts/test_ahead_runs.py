@@ -1,4 +1,4 @@
-"""--max-staleness of the trainers: which policy draws, stops and kills to the bit."""
+"""--max-staleness of the trainers: which policy samples, and exact resumes."""
 
 import functools
 import random
@@ -74,7 +74,7 @@ def run_grpo(out, *argv):
 
 
 def behind(staleness):
-    """Every rollout drawn by the policy of k steps before, by hand, without a queue."""
+    """Draws each rollout by the policy of k steps before, by hand, without a queue."""
     options = command_line.parse(
         rlhf_jax.train.methods.ppo.Config, description="", argv=ppo_words("none")
     )

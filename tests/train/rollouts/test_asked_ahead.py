@@ -1,4 +1,4 @@
-"""A sampler outside of several processes: the first one asks, and goes on."""
+"""An outside sampler with several processes: the first asks, without waiting."""
 
 import threading
 
@@ -18,7 +18,7 @@ MESH = MeshShape(data=2).make(jax.devices()[:2])
 
 
 class Slow:
-    """Draws when it may: as many tokens as versions were handed over."""
+    """Draws once permitted: as many tokens as policies were handed over."""
 
     def __init__(self, failure=None):
         self.may, self.failure, self.handed = threading.Event(), failure, []
@@ -43,7 +43,7 @@ class Slow:
 
 @pytest.fixture
 def asked_by_two(monkeypatch):
-    """This process as the first of two, both of which have its devices."""
+    """Makes this process the first of two, both with its devices."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", lambda tree: tree)
 

@@ -1,4 +1,4 @@
-"""--max-staleness: what it corrects by default, and what it refuses."""
+"""--max-staleness: its default correction, and refused input."""
 
 import pytest
 
@@ -53,7 +53,7 @@ def test_a_sampler_of_its_own_devices_is_one_step_behind_as_before():
         (
             ppo,
             "--max-staleness=1 --sampler-correction=recompute",
-            "with --sampler-correction recompute, as nothing",
+            "with --sampler-correction recompute, as recompute",
         ),
         (
             ppo,

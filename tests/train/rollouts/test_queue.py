@@ -1,4 +1,4 @@
-"""The queue of rollouts: which version draws which, errors, waits, and snapshots."""
+"""The queue of rollouts: policy versions, errors, waits and snapshots."""
 
 import threading
 import time
@@ -18,7 +18,7 @@ NUM_STEPS = 7
 
 @flax.struct.dataclass
 class Toy:
-    """In a rollout's place: prompt and policy that met in a draw, and the version."""
+    """Stands in for a rollout: the prompt and policy of a draw, and the version."""
 
     prompt: jax.Array
     policy: jax.Array
@@ -53,7 +53,7 @@ def update():
 
 
 def played(queue, update, *, start=0, state=None, stop=NUM_STEPS):
-    """What each step learned from, and the state after the last one."""
+    """(each step's rollout, the final state)."""
     policy, version = jnp.float32(10 * start), jnp.int32(start)
     state = queue.first(policy, version=version) if state is None else dict(state)
     learned = []
@@ -94,7 +94,7 @@ def test_what_a_snapshot_has_goes_on_as_if_nothing_had_been(update, stop):
 
 
 def test_without_a_thread_what_is_drawn_arrives_when_it_is_taken(update):
-    """In the order of the steps, and once, if a snapshot has looked before."""
+    """Rollouts arrive in the order of the steps, and once, also after a snapshot."""
     arrived = []
 
     def arrive(rollout):
@@ -229,7 +229,7 @@ def test_a_snapshot_waits_as_the_trainer_and_the_end_is_no_wait(update):
 
 @pytest.mark.slow
 def test_the_next_draw_begins_while_scores_are_waited_for():
-    """Two scores of 0.3 s and draws of 0.3 s: 0.9 s, and not 1.2."""
+    """Two scores and draws of 0.3 s each take 0.9 s in all, not 1.2 s."""
 
     def scored(policy, *, prompts, key, version):
         time.sleep(0.3 if prompts else 0)

@@ -1,4 +1,4 @@
-"""What a self-teacher reads: the first other success of a group, in its prompt."""
+"""The self-teacher's prompt contains the first other success of the group."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -125,7 +125,7 @@ def test_a_batch_has_one_width_and_what_is_wider_is_not_taught():
 
 
 def test_a_response_of_full_length_fits_where_newlines_are_merged(shared_data):
-    """GPT-2 reads the newlines around an empty demonstration as one token fewer."""
+    """GPT-2 merges the newlines around an empty demonstration into one token fewer."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(
         shared_data / "gpt2-tokenizer"
     )

@@ -1,1 +1,1 @@
-"""One program for each library: its KL penalties as losses of an `audit.Batch`."""
+"""One program per library: its KL penalties as losses of an `audit.Batch`."""

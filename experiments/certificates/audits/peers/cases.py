@@ -1,12 +1,12 @@
-"""What is written down of a library's KL penalty, and how it is found.
+"""The record of a library's KL penalty, and its audit.
 
-Each program of this folder is run in its library's environment as
+Each program of this folder runs in its library's environment as
 
     PYTHON NAME_losses.py OUT.json
 
-A mean over a batch's tokens divides by a count that hardly varies in a large batch. So
-it is a constant here, `NUM_TOKENS`, wherever the library takes the count as an
-argument.
+A mean over the tokens of a batch divides by a count that hardly varies in a large
+batch. Wherever the library takes the count as an argument it is the constant
+`NUM_TOKENS` here.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class Case(NamedTuple):
 
     library: str
     version: str
-    option: str  # as its users write it
-    coefficient: str  # β: its default, and what the library's own recipes set
-    where: str  # file:line, of the default and of the formula
+    option: str  # as users of the library write it
+    coefficient: str  # β: the default, and the values in the library's recipes
+    where: str  # file:line of the default and of the formula
     loss: audit.Loss  # with β = 1
-    by: str = THEIRS  # or FORMULA: a loss of ours with the published formula
+    by: str = THEIRS  # or FORMULA: our implementation of the published formula
 
 
 def version(distribution: str) -> str:
-    """Of an installed package."""
+    """The version of an installed distribution."""
     return metadata.version(distribution)
 
 
@@ -48,7 +48,7 @@ def lines(*places: tuple[str, str]) -> str:
     """FILE:LINE of each (file of an installed package, text of one of its lines).
 
     Raises:
-      ValueError: not one line has it, as in another version.
+      ValueError: the text is not on exactly one line, as in another version.
     """
     lines = []
     for file, text in places:
@@ -88,7 +88,7 @@ def audited(case: Case, worlds: Sequence[str] = WORLDS) -> dict[str, Any]:
         **{name: value for name, value in case._asdict().items() if name != "loss"},
         "worlds": findings,
         "by_length": audit.by_length(case.loss),
-        # Of a token, where each has the weight 1 / NUM_TOKENS.
+        # Per token: each token has the weight 1 / NUM_TOKENS in the loss.
         "slopes": {
             f"{nats:g}": NUM_TOKENS * slope if math.isfinite(slope) else str(slope)
             for nats, slope in slopes.items()
@@ -97,7 +97,7 @@ def audited(case: Case, worlds: Sequence[str] = WORLDS) -> dict[str, Any]:
 
 
 def write(cases: Sequence[Case], arguments: Sequence[str]) -> None:
-    """Audits all of them into the file that the one argument names."""
+    """Audits all cases and writes the rows to the file named by the only argument."""
     [out] = arguments
     rows = [audited(case) for case in cases]
     Path(out).write_text(json.dumps(rows, allow_nan=False), encoding="utf-8")

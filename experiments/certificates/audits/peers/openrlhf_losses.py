@@ -2,8 +2,8 @@
 
     PYTHON openrlhf_losses.py OUT.json
 
-Its package of models imports DeepSpeed and FlashAttention, which these two functions do
-not use: an empty module stands for DeepSpeed, and `openrlhf.models` is a folder alone.
+`openrlhf.models` imports DeepSpeed and FlashAttention, which these two functions do not
+use. Empty modules replace DeepSpeed and the package's `__init__`.
 """
 
 # pyright: reportMissingImports=false
@@ -49,7 +49,7 @@ def in_loss(estimator: str, *, unbiased: bool = False) -> audit.Loss:
 
 
 def in_reward(estimator: str) -> audit.Loss:
-    """The KL of the experience maker, in a policy gradient without a critic."""
+    """The KL of the experience maker, as a policy gradient without a critic."""
 
     def loss(batch: audit.Batch) -> torch.Tensor:
         logprobs: Any = batch.logprobs
@@ -62,7 +62,6 @@ def in_reward(estimator: str) -> audit.Loss:
 
 
 def main() -> None:
-    """Audits them."""
     torch.set_num_threads(1)
     shared = ("OpenRLHF", cases.version("openrlhf"))
     estimator = (OPTIONS, '"--algo.kl.estimator",')

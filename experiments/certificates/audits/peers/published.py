@@ -2,8 +2,8 @@
 
     PYTHON published.py OUT.json
 
-NeMo-RL's package on PyPI is empty (0.0.0), and MaxText's loss takes a whole model.
-Files and lines are those of the release or package that `version` names.
+NeMo-RL's package on PyPI is empty (0.0.0), and MaxText's loss requires a whole model.
+Files and lines refer to the release or package that `version` names.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from rlhf_jax import audit
 
 
 def nemo_rl(batch: audit.Batch, *, by_sampler: bool = False) -> jax.Array:
-    """k3 of a log ratio within 20 nats, times a ratio, within 10; mean of tokens.
+    """Mean over tokens of ratio·k3, clipped to ±10, with the log ratio clipped to ±20.
 
-    The ratio is that to the sampler, or one to the policy itself: 1, with a gradient.
-    It has none where the log ratio is cut.
+    The ratio is π over the sampler, or π over itself: 1, with a gradient. It has no
+    gradient where the log ratio is clipped.
     """
     now = batch.logprobs
     ratio = jnp.exp(now - (batch.old_logprobs if by_sampler else _held(now)))
@@ -34,7 +34,7 @@ def nemo_rl(batch: audit.Batch, *, by_sampler: bool = False) -> jax.Array:
 
 
 def maxtext_experimental(batch: audit.Batch) -> jax.Array:
-    """k3, the mean of each response's tokens."""
+    """Mean over responses of the mean of k3 over each response's tokens."""
     x = batch.ref_logprobs - batch.logprobs
     k3 = jnp.where(batch.mask, jnp.exp(x) - x - 1, 0.0)
     return jnp.mean(k3.sum(axis=1) / batch.mask.sum(axis=1))
@@ -77,7 +77,6 @@ CASES = (
 
 
 def main() -> None:
-    """Audits them."""
     cases.write(CASES, sys.argv[1:])
 
 

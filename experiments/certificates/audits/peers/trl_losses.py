@@ -1,9 +1,9 @@
-"""TRL's penalty: `GRPOTrainer._compute_loss` as it is, on a stand-in for the trainer.
+"""TRL's penalty: the unchanged `GRPOTrainer._compute_loss`, on a stand-in trainer.
 
     PYTHON trl_losses.py OUT.json
 
-The stand-in has the defaults of `GRPOConfig`, the batch's log-probs for the model's,
-and β = 1. Advantages are 0, so that the KL term is all that the loss has.
+The stand-in has the defaults of `GRPOConfig`, returns the batch's log-probs as the
+model's, and sets β = 1. Advantages are 0, so that the loss is the KL term.
 """
 
 # pyright: reportMissingImports=false
@@ -27,7 +27,7 @@ DEFAULTS = {field.name: field.default for field in dataclasses.fields(GRPOConfig
 
 
 def in_loss(**options: Any) -> audit.Loss:
-    """Their loss with these options of `GRPOConfig`."""
+    """TRL's loss with these options of `GRPOConfig`."""
     settings = SimpleNamespace(**DEFAULTS | options)
     accelerator = SimpleNamespace(
         num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x
@@ -73,7 +73,6 @@ def in_loss(**options: Any) -> audit.Loss:
 
 
 def main() -> None:
-    """Audits them."""
     torch.set_num_threads(1)
     assert DEFAULTS["beta"] == 0.0
     assert DEFAULTS["use_bias_correction_kl"] is True

@@ -2,7 +2,7 @@
 
     PYTHON tunix_losses.py OUT.json
 
-MaxText needs Python 3.12; what it sets is quoted from its package 0.2.5.
+MaxText needs Python 3.12; its settings are quoted from its package 0.2.5.
 """
 
 # pyright: reportMissingImports=false
@@ -44,7 +44,7 @@ def in_loss(config: GRPOConfig) -> audit.Loss:
 
 
 def in_reward(config: PPOConfig) -> audit.Loss:
-    """The KL of the PPO learner's rewards, in a policy gradient without a critic."""
+    """The KL of the PPO learner's rewards, as a policy gradient without a critic."""
 
     def loss(batch: audit.Batch) -> jax.Array:
         kl = common.compute_kl_divergence(
@@ -61,7 +61,6 @@ def in_reward(config: PPOConfig) -> audit.Loss:
 
 
 def main() -> None:
-    """Audits them."""
     version = cases.version("google-tunix")
 
     def of_mode(option: str, mode: str, coefficient: str) -> Case:

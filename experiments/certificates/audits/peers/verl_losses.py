@@ -37,7 +37,7 @@ def in_loss(kind: str, *, mean: str = "token-mean") -> audit.Loss:
 
 
 def in_reward(kind: str) -> audit.Loss:
-    """The KL of `apply_kl_penalty`, in a policy gradient without a critic."""
+    """The KL of `apply_kl_penalty`, as a policy gradient without a critic."""
 
     def loss(batch: audit.Batch) -> torch.Tensor:
         logprobs: Any = batch.logprobs
@@ -50,7 +50,6 @@ def in_reward(kind: str) -> audit.Loss:
 
 
 def main() -> None:
-    """Audits them."""
     torch.set_num_threads(1)
     fields = ActorConfig.__dataclass_fields__
     default, mean = fields["kl_loss_type"].default, fields["loss_agg_mode"].default

@@ -1,1 +1,1 @@
-"""How a small decoder learns to add, and how well it does."""
+"""Trains a small decoder to add, and measures it."""

@@ -1,4 +1,4 @@
-"""How often a policy adds correctly, and how far it is from the reference."""
+"""Measures the share of correct sums of a policy, and its KL to the reference."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def greedy(
     algorithm: ppo.PPO | grpo.GRPO,
     key: Array,
 ) -> float:
-    """Share of the rows that the likeliest responses get right."""
+    """Share of the rows with a correct greedy response."""
     answered = _respond(params, rows, algorithm=algorithm, key=key, greedy=True)
     return float(np.mean(verifier(rows)(answered)))
 
@@ -40,9 +40,10 @@ def sampled(
     algorithm: ppo.PPO | grpo.GRPO,
     key: Array,
 ) -> Row:
-    """A sample of each row: the share that is right ("gold"), and their KL ("kl").
+    """Samples a response to each row and measures the correct share and the KL.
 
-    The KL is KL(π ‖ π_ref) by k1, nats per response.
+    Returns:
+      "gold", the share that is right, and "kl", KL(π ‖ π_ref) by k1, nats per response.
     """
     answered = _respond(params, rows, algorithm=algorithm, key=key, greedy=False)
     ref_logprobs = _reference_logprobs(

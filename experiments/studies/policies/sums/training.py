@@ -1,4 +1,4 @@
-"""How a small decoder learns to add: from worked examples, and from a verifier."""
+"""Trains a small decoder to add, from worked examples and from a verifier."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sft(run_config.RunConfig):
-    """What a reference depends on."""
+    """The options on which a reference depends."""
 
     sft_steps: int = 80
     """Updates of supervised fine-tuning."""
     sft_batch_size: int = 128
-    """Worked examples an update."""
+    """Worked examples per update."""
     sft_learning_rate: float = 2e-3
-    """Of AdamW; constant."""
+    """Learning rate of AdamW in SFT; constant."""
     hidden_size: int = 96
     """Width of the model."""
     num_layers: int = 2
@@ -74,41 +74,41 @@ class Sft(run_config.RunConfig):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Sft):
     algorithm: Literal["grpo", "ppo"] = "grpo"
-    """What makes the policy."""
+    """Algorithm that trains the policy."""
     penalty: Penalty = IN_LOSS
-    """Estimator of the KL and where its penalty acts."""
+    """Estimator and placement of the KL penalty."""
     regulariser: Regulariser = NO_REGULARISER
-    """What holds the policy beside the penalty; of GRPO."""
+    """Regulariser in addition to the penalty, for GRPO."""
     aggregation: losses.Aggregation = "token_mean"
     """Mean of the token losses."""
     lam: float = 0.95
     """λ of PPO's GAE. Its advantages are not whitened."""
     num_steps: int = 1000
-    """Iterations."""
+    """Number of iterations."""
     batch_size: int = 512
-    """Responses an iteration."""
+    """Responses per iteration."""
     group_size: int = 8
-    """Responses to each prompt of GRPO."""
+    """Responses per prompt of GRPO."""
     baseline: Baseline = "group"
-    """Baseline of GRPO: the mean of the group, or of the others in it, with which β in
-    the loss weighs as much as β in the reward."""
+    """Baseline of GRPO: the mean of the group, or of the other responses in it, with
+    which β in the loss has the scale of β in the reward."""
     kl_coef: float = 0.05
-    """β, reward units per nat."""
+    """KL coefficient β, reward units per nat."""
     learning_rate: float = 5e-4
-    """Of the policy; falls linearly to 0."""
+    """Learning rate of the policy; falls linearly to 0."""
     critic_learning_rate: float = 1e-3
-    """Of PPO's critic; falls linearly to 0."""
+    """Learning rate of PPO's critic; falls linearly to 0."""
     num_epochs: int = 1
     """Passes over each batch."""
     num_minibatches: int = 2
-    """Optimizer steps a pass."""
+    """Optimizer steps per pass."""
     temperature: float = 1.0
-    """Divides the logits in every role."""
+    """Sampling temperature; it divides the logits in every role."""
     sample_every: int = 100
-    """Iterations between rows of samples.jsonl, for which held-out sums are read."""
+    """Iterations between evaluations on held-out sums, rows of samples.jsonl."""
     prepared: Path | None = None
-    """Folder where the reference of each seed is made once, for all runs with the same
-    options of its training; None is OUT/prepared."""
+    """Folder of the reference of each seed, which is trained once for all runs with the
+    same training options; None is OUT/prepared."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,17 +129,17 @@ class Config(Sft):
             checks.groups(self.batch_size, group_size=self.group_size, least=2)
 
     def of_programs(self) -> Config:
-        """These options without those that no compiled program depends on."""
+        """The options on which compiled programs depend; the others have defaults."""
         return dataclasses.replace(
             programs.without_place(self), prepared=None, kl_coef=1.0
         )
 
     def of_preparation(self, folder: Path) -> Sft:
-        """The run that makes this seed's reference."""
+        """The options of the run that trains this seed's reference."""
         return Sft(
             out=folder,
             seed=self.seed,
-            resume=True,  # or begin
+            resume=True,  # or start
             progress=self.progress,
             sft_steps=self.sft_steps,
             sft_batch_size=self.sft_batch_size,
@@ -157,11 +157,11 @@ class Config(Sft):
 def reference_of(
     options: Config, rows: Sequence[Row], *, check: Callable[[], None]
 ) -> Params:
-    """The reference of a seed, which the first run that asks for it makes.
+    """The reference of a seed, trained by the first run that needs it.
 
     Args:
       rows: worked examples.
-      check: as of `made_once.made_once`.
+      check: see `made_once.made_once`.
     """
     place = options.out / "prepared" if options.prepared is None else options.prepared
     folder = made_once.folder_of(place, "arithmetic", options.of_preparation(place))
@@ -177,7 +177,7 @@ def reference_of(
 
 
 def fine_tune(rows: Sequence[Row], *, job: run.Run, options: Sft) -> Params:
-    """Worked examples, until the form is known and some of the sums."""
+    """Trains on worked examples until the form and some of the sums are known."""
     model = model_of(options)
     params = jax.jit(decoder.init, static_argnames=("model",))(
         jax.random.fold_in(jax.random.key(options.seed), 0), model=model
@@ -203,7 +203,7 @@ def fine_tune(rows: Sequence[Row], *, job: run.Run, options: Sft) -> Params:
 
 
 def model_of(options: Sft) -> ModelConfig:
-    """The shape of reference, policy and critic."""
+    """The model config of reference, policy and critic."""
     return config.gpt2(
         vocab_size=len(LETTERS),
         hidden_size=options.hidden_size,
@@ -217,7 +217,7 @@ def model_of(options: Sft) -> ModelConfig:
 
 
 class Programs(NamedTuple):
-    """What an algorithm runs; a verifier on the host stands between the two."""
+    """The programs of an algorithm; between `sample` and `learn` a verifier runs."""
 
     algorithm: ppo.PPO | grpo.GRPO
     # (reference, kl_coef) -> the state before the first iteration
@@ -231,7 +231,7 @@ def programs_of(options: Config) -> Programs:
     """The programs of an algorithm, which are compiled once.
 
     Args:
-      options: `Config.of_programs` of a run; equal ones share their programs.
+      options: `Config.of_programs` of a run; equal options share their programs.
     """
     model = model_of(options)
     updates = options.num_steps * options.num_epochs * options.num_minibatches

@@ -1,8 +1,8 @@
-"""A task of several turns, as `--environment my_environment`.
+"""A task of several turns, for `--environment my_environment`.
 
-The model asks for the letters of a word, one by one, and then says the word. Rows have
-the word. It runs in processes of its own, which load no JAX: what an episode remembers
-stands in its state.
+The model asks for the letters of a word, one by one, and then writes the word. Rows
+have the field "word". The environment runs in separate processes, which load no JAX.
+Everything that an episode remembers is in its state.
 """
 
 import dataclasses
@@ -12,18 +12,18 @@ from rlhf_jax.environments.protocol import Started, Turn
 
 @dataclasses.dataclass(frozen=True)
 class Spelling:
-    """1 for the word, within some turns."""
+    """A reward of 1 for the word, within `max_turns` turns."""
 
     max_turns: int = 12
 
     def reset(self, row):
-        """The prompt and the first state of a row."""
+        """Returns the prompt and the initial state of a row."""
         word = row["word"]
         prompt = f"A word of {len(word)} letters. Ask for one by its number.\n"
         return Started(prompt, state=(word, 0))
 
     def step(self, state, response):
-        """What a response is answered: a letter, or the end."""
+        """Answers a response with a letter, or ends the episode."""
         word, turns = state
         answer = response.strip()
         if answer == word or turns + 1 == self.max_turns:
@@ -34,6 +34,6 @@ class Spelling:
 
 
 def expert(row, turns):
-    """What an expert writes next; `demonstrations` makes rows for SFT of it."""
+    """Returns an expert's next response, from which `demonstrations` makes SFT rows."""
     asked = len(turns) // 2
     return str(asked + 1) if asked < len(row["word"]) else row["word"]

@@ -1,7 +1,7 @@
 """Checkpoints whose `model_type` is "my_family": Llama with norms of query and key.
 
-`config.json` becomes a `ModelConfig` and back, and a table names every tensor. What the
-decoder does not implement is refused by `fields.only`.
+`config.json` is converted to a `ModelConfig` and back, and a table names every tensor.
+`fields.only` refuses options that the decoder does not implement.
 """
 
 import dataclasses
@@ -13,14 +13,14 @@ NAME = "my_family"
 
 
 def config_from_hf(config):
-    """The decoder of a `config.json`."""
+    """Converts a `config.json` to a `ModelConfig`."""
     fields.only(config, {"sliding_window": None})
     model = llama.decoder_from_hf(config, family=NAME)
     return dataclasses.replace(model, query_key_norm=True)
 
 
 def config_to_hf(model):
-    """The `config.json` that `config_from_hf` reads back."""
+    """Converts a `ModelConfig` to a `config.json`."""
     return llama.config_to_hf(model)
 
 

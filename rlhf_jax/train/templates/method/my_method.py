@@ -1,4 +1,4 @@
-"""REINFORCE++ on the signs of its advantages, as the command `my_method`.
+"""REINFORCE++ on the signs of its advantages, for the command `my_method`.
 
 A method is a recipe, an experience and a loss. This one has its own experience, and
 takes every option of `rlhf-jax reinforce`.
@@ -14,10 +14,10 @@ from rlhf_jax.train.methods import reinforce
 
 
 class Method(REINFORCE):
-    """The algorithm: what a scored batch becomes, and what is learned of it."""
+    """The algorithm: the advantages of a scored batch, and the loss."""
 
     def experience(self, scored, *, kl_coef):
-        """Every response token has the advantage 1, 0 or -1."""
+        """Gives every response token the advantage 1, 0 or -1."""
         experience, stats = super().experience(scored, kl_coef=kl_coef)
         signs = jnp.sign(experience.advantages)
         return dataclasses.replace(experience, advantages=signs), stats
@@ -30,10 +30,10 @@ class Config(reinforce.Config):
     name = "my_method"
 
     def algorithm(self, **shapes):
-        """The recipe, with the shapes and the optimizer of a run."""
+        """Builds the algorithm from the recipe and the run's shapes and optimizer."""
         return Method(**vars(self.recipe), **shapes)
 
 
 def command(argv=None):
-    """From a command line to a run."""
+    """Runs the method from a command line."""
     commands.run(Config, description=__doc__, argv=argv)

@@ -1,9 +1,9 @@
-"""A reward of one response, as `--verifier my_reward`.
+"""A reward of one response, for `--verifier my_reward`.
 
-It runs in processes of its own, which load no JAX. `row` has all fields of the row.
+It runs in separate processes, which load no JAX. `row` has all fields of the row.
 """
 
 
 def verify(prompt, response, row):
-    """1.0 where the row's answer stands in the response, in at most 200 characters."""
+    """Returns 1.0 if a response of at most 200 characters contains the row's answer."""
     return float(row["answer"] in response and len(response) <= 200)
