@@ -69,6 +69,9 @@ def last_true(mask: Bool[Array, "B S"]) -> Bool[Array, "B S"]:
     >>> print(last_true(mask).astype(int))
     [[0 1 0]
      [0 0 0]]
+    >>> print(last_true(~mask).astype(int))
+    [[0 0 1]
+     [0 0 1]]
     """
     columns = jnp.arange(mask.shape[1], dtype=jnp.int32)[None, :]
     # -1, which equals no column, where a row has none.
