@@ -349,35 +349,6 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         return aggregation.bias(self.aggregation)
 
 
-class Critic(NamedTuple):
-    """A critic as `values` runs it."""
-
-    params: Params  # {"trunk": ..., "score": ...}, as in `critic.py`
-    model: ModelConfig
-    after_stop: bool  # the state after the last token has a value
-
-
-def critic_of(
-    state: TrainState, *, recipe: PolicyGradient, frozen: FrozenModels
-) -> Critic | None:
-    """The critic of a state: a model, adapters of the base, or a head on the policy."""
-    if recipe.critic is None:
-        return None
-    if state.critic is None:
-        raise InputError(
-            "expected values where the critic is apart from the state, got none; "
-            "pass those of critic_apart.values"
-        )
-    adapt = {"base": frozen.base, "lora": recipe.lora}
-    if recipe.critic.shared_trunk:
-        # `state.critic` has only the head: the trunk is not stored twice.
-        trunk = adapted_params(state.policy, **adapt)
-        params = {"trunk": trunk, "score": state.critic["score"]}
-    else:
-        params = adapted_params(state.critic, **adapt)
-    return Critic(params, recipe.critic.model, recipe.critic.after_stop)
-
-
 def values(
     state: TrainState,
     *,
@@ -388,17 +359,33 @@ def values(
 ) -> Array | None:
     """Computes the critic's values of a rollout, as `learn` does if none are passed.
 
-    As a separate program it can run while the host computes the scores.
+    The critic is a model, adapters of the base, or a head on the policy's trunk. As a
+    separate program it can run while the host computes the scores.
 
     Returns:
       f32[B, S], reward units, 0 where a state has no value; None for an algorithm
       without a critic.
+
+    Raises:
+      InputError: the state has no critic.
     """
-    critic = critic_of(state, recipe=recipe, frozen=frozen)
+    critic = recipe.critic
     if critic is None:
         return None
+    if state.critic is None:
+        raise InputError(
+            "expected values where the critic is apart from the state, got none; "
+            "pass those of critic_apart.values"
+        )
+    adapt = {"base": frozen.base, "lora": recipe.lora}
+    if critic.shared_trunk:
+        # `state.critic` has only the head: the trunk is not stored twice.
+        trunk = adapted_params(state.policy, **adapt)
+        params = {"trunk": trunk, "score": state.critic["score"]}
+    else:
+        params = adapted_params(state.critic, **adapt)
     return flow.score.response_values(
-        critic.params,
+        params,
         rollout=rollout,
         model=critic.model,
         max_new_tokens=recipe.max_new_tokens,
