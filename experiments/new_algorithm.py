@@ -103,8 +103,6 @@ def learn(
         scores=praise(answered),
         reference=reference,
         model=model,
-        critic=None,
-        critic_model=None,
         max_new_tokens=NEW_TOKENS,
         temperature=1.0,
     )

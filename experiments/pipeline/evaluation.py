@@ -50,8 +50,6 @@ def evaluate(
         functools.partial(
             score.score,
             model=model,
-            critic=None,
-            critic_model=None,
             max_new_tokens=RESPONSE_COLUMNS,
             temperature=options.temperature,
         )

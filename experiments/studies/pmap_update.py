@@ -209,8 +209,13 @@ def to_experience(
         scores=praise(answered),
         reference=reference,
         model=algorithm.model,
-        critic=train.critic,
-        critic_model=algorithm.critic_model,
+        values=score.response_values(
+            train.critic,
+            rollout=answered,
+            model=algorithm.critic_model,
+            max_new_tokens=algorithm.max_new_tokens,
+            after_stop=False,
+        ),
         max_new_tokens=algorithm.max_new_tokens,
         temperature=algorithm.temperature,
     )

@@ -270,8 +270,6 @@ def _run_kl(
         scores=jnp.zeros(NUM_RESPONSES, jnp.float32),
         reference=reference,
         model=model,
-        critic=None,
-        critic_model=None,
         max_new_tokens=LENGTH,
         temperature=temperature,
     )

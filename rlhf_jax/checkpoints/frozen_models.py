@@ -207,19 +207,25 @@ def check_teacher(teacher: str, *, student: str, tokenizer: str | None) -> None:
         reader = tokenization.load_tokenizer(
             student if tokenizer is None else tokenizer
         )
-    with located("--reference", hub.NoCheckpoint):
-        model = hf.model_config(teacher)
-    _check_tokens(
+    check_reference(
         teacher,
-        model=model,
         policy=Pretrained(shape, params=None, tokenizer=reader, stop_ids=()),
         role="teacher",
         instead="take one with the student's vocabulary and a context as long",
     )
 
 
-def check_reference(reference: str, *, policy: Pretrained) -> None:
+def check_reference(
+    reference: str,
+    *,
+    policy: Pretrained,
+    role: str = "reference",
+    instead: str = _AS_IT_STARTS,
+) -> None:
     """Refuses a reference with other tokens, before weights are read.
+
+    Args:
+      role, instead: what an error calls it, and advises.
 
     Raises:
       InputError: the checkpoint is missing, or has other token ids, a smaller
@@ -227,7 +233,7 @@ def check_reference(reference: str, *, policy: Pretrained) -> None:
     """
     with located("--reference", hub.NoCheckpoint):
         model = hf.model_config(reference)
-    _check_tokens(reference, model=model, policy=policy, role="reference")
+    _check_tokens(reference, model=model, policy=policy, role=role, instead=instead)
 
 
 def run_beside_policy(model: ModelConfig, *, policy: Pretrained) -> ModelConfig:

@@ -39,7 +39,8 @@ from rlhf_jax.roles import policy
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import parsing
-from rlhf_jax.runs.folder import UNFINISHED, write_json
+from rlhf_jax.runs.folder import write_json
+from rlhf_jax.runs.unfinished import replacing
 
 Array = jax.Array
 HostArray = np.ndarray[Any, Any]
@@ -130,16 +131,19 @@ def load_or_compute(
     starts = np.cumsum([0, *map(len, rows)])
     if not about.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        _compute(
-            values,
-            rows,
-            segments,
-            reference=reference,
-            compute=functools.partial(_logprobs, model=model, temperature=temperature),
-            batch_size=batch_size,
-            pad_id=pad_id,
-            progress=progress,
-        )
+        with replacing(values) as unfinished:
+            _compute(
+                unfinished,
+                rows,
+                segments,
+                reference=reference,
+                compute=functools.partial(
+                    _logprobs, model=model, temperature=temperature
+                ),
+                batch_size=batch_size,
+                pad_id=pad_id,
+                progress=progress,
+            )
         # Written last: log-probs without this file are incomplete.
         write_json(about, {**of, "sha256": _sha256(values)})
     _check_whole(values, about)
@@ -177,11 +181,10 @@ def _compute(
     pad_id: int,
     progress: bool,
 ) -> None:
-    unfinished = path.with_name(path.name + UNFINISHED)
     total = sum(map(len, rows))
     # A memory map, so that the log-probs need not fit into memory.
     values = np.lib.format.open_memmap(
-        unfinished, mode="w+", dtype=np.float32, shape=(total,)
+        path, mode="w+", dtype=np.float32, shape=(total,)
     )
 
     def padded(rows: Sequence[Sequence[int]], *, fill: int) -> list[Sequences]:
@@ -209,7 +212,6 @@ def _compute(
         values[done : done + len(of_tokens)] = of_tokens
         done += len(of_tokens)
     values.flush()
-    unfinished.replace(path)
 
 
 def _check(

@@ -185,9 +185,8 @@ def _read(path: Path, *, rows: bool = True) -> tuple[Format | None, str | None]:
                 return form, None
             data = head + file.read()
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL
-        shown = f"{path!s:.200}".replace("\0", "\\0")
         raise InputError(
-            f"{shown}: expected a readable file, got"
+            f"{parsing.shown(path)}: expected a readable file, got"
             f" {getattr(error, 'strerror', error)}; check the path"
         ) from None
     source = Source(str(path), "UTF-8 text", "convert the file")

@@ -18,11 +18,11 @@ from rlhf_jax.runs import progress
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_DOWNLOADED = [  # all files of a tokenizer; config.json names its class
+FILES = (  # patterns of all files of a tokenizer; config.json names its class
     *("config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.*", "merges.txt", "*.model", "*.tiktoken", "chat_template*"),
     "additional_chat_templates/*",
-]
+)
 CONTEXT = 8  # tokens of context to decode; more than a character has
 _FILES = ("tokenizer*", "vocab.*", "merges.txt", "*.model", "*.tiktoken")
 MOST_IDS = 2**24  # far more than any tokenizer has
@@ -39,7 +39,7 @@ def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
-    folder = hub.folder(path_or_id, patterns=_DOWNLOADED)
+    folder = hub.folder(path_or_id, patterns=FILES)
     cause: Exception | None = None
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder))
@@ -58,7 +58,7 @@ def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase:
 
 def has_files(path_or_id: str | Path) -> bool:
     """Whether a checkpoint folder or a hub id has a tokenizer, readable or not."""
-    folder = hub.folder(path_or_id, patterns=_DOWNLOADED)
+    folder = hub.folder(path_or_id, patterns=FILES)
     return any(any(folder.glob(pattern)) for pattern in _FILES)
 
 

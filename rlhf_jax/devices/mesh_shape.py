@@ -26,6 +26,7 @@ from jax.sharding import AxisType, Mesh
 from tyro.constructors import PrimitiveConstructorSpec
 
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import refuse
 
 AXES = ("dcn", "data", "fsdp", "expert", "context", "tensor")
 MOST_DIGITS = 9  # of a size
@@ -49,11 +50,11 @@ class MeshShape:
     """Slices of TPUs that share the rows; each sums its own gradients first."""
 
     def __post_init__(self) -> None:
-        for name, size in dataclasses.asdict(self).items():
-            if size < 1:
-                raise InputError(
-                    f"mesh {name}: expected at least 1 device, got {size}; leave it out"
-                )
+        refuse(
+            f"mesh {name}: expected at least 1 device, got {size}; leave it out"
+            for name, size in dataclasses.asdict(self).items()
+            if size < 1
+        )
 
     @classmethod
     def parse(cls, text: str) -> Self:

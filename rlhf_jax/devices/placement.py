@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 import jax
@@ -37,7 +37,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from rlhf_jax.devices import sharding
 from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshOption, MeshShape, one_word
-from rlhf_jax.functional.errors import InputError, located
+from rlhf_jax.functional.errors import InputError, located, refuse
 
 Params = Any
 FORMS = "policy, AXIS=SIZE,..., last, last:AXIS=SIZE,..., cpu"
@@ -278,13 +278,16 @@ class RolloutPlacement(ReferencePlacement):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        refuse(self._faults())
+
+    def _faults(self) -> Iterator[str]:
         mesh = self.sampler.mesh
         if (
             self.sampler.devices == "cpu"
             or self.sampler.memory == PINNED
             or (mesh is not None and mesh.context > 1)
         ):
-            raise InputError(
+            yield (
                 f"--placement.sampler: expected policy, AXIS=SIZE,... or "
                 f"last:AXIS=SIZE,... of data, fsdp and tensor, got {self.sampler}; the "
                 f"other places are for frozen models, and a token that is decoded has "
@@ -305,12 +308,12 @@ class Placement(RolloutPlacement):
     """Place of the critic and its optimizer: policy, or last:MESH for the last devices,
     on which it trains at the same time as the policy."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _faults(self) -> Iterator[str]:
+        yield from super()._faults()
         if (
             self.critic.apart and self.critic.devices != "last"
         ) or self.critic.memory == PINNED:
-            raise InputError(
+            yield (
                 f"--placement.critic: expected policy or last:AXIS=SIZE,..., got "
                 f"{self.critic}; the other places are for frozen models"
             )

@@ -24,7 +24,7 @@ from rlhf_jax.environments import answers, finished, protocol
 from rlhf_jax.environments.answers import Answer, Begun
 from rlhf_jax.environments.protocol import Environment
 from rlhf_jax.functional import checks
-from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.rewards.scores import OnFailure
 from rlhf_jax.verification import user_objects
 from rlhf_jax.verification.user_objects import Failure
@@ -134,13 +134,13 @@ class EnvironmentPool(contextlib.AbstractContextManager[Any]):
                 inner.cancel()
 
         def done(future: Future[Any]) -> None:
-            try:
+            with contextlib.suppress(InvalidStateError):  # cancelled meanwhile
                 try:
-                    answered.set_result(self._answer(future, response, where))
-                except StopError as error:
+                    answer = self._answer(future, response, where)
+                except Exception as error:  # of any type, or a rollout waits forever
                     answered.set_exception(error)
-            except InvalidStateError:
-                pass  # cancelled meanwhile
+                else:
+                    answered.set_result(answer)
 
         answered.add_done_callback(cancelled)
         inner.add_done_callback(done)

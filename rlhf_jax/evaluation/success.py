@@ -9,6 +9,7 @@ import collections
 import math
 from collections.abc import Sequence
 
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 
 
@@ -26,11 +27,12 @@ def pass_at_k(correct: int, *, num_samples: int, k: int) -> float:
     Source: Chen et al. 2021, arXiv:2107.03374, eq. 1.
     """
     _check_k(k, num_samples=num_samples)
-    if not 0 <= correct <= num_samples:
-        raise InputError(
-            f"correct: expected 0 to the {num_samples} samples, got {correct}; count "
-            f"the right ones among the samples"
-        )
+    checks.within(
+        least=0,
+        most=num_samples,
+        advice="count the right ones among the samples",
+        correct=correct,
+    )
     # Exact integers, rounded only by the division.
     wrong, drawn = math.comb(num_samples - correct, k), math.comb(num_samples, k)
     return (drawn - wrong) / drawn
@@ -102,8 +104,5 @@ def _majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
 
 
 def _check_k(k: int, *, num_samples: int) -> None:
-    if not 1 <= k <= num_samples:
-        raise InputError(
-            f"k: expected 1 to the {num_samples} samples of a prompt, got {k}; sample "
-            f"more, or ask for less"
-        )
+    advice = "sample more responses to a prompt, or ask for less"
+    checks.within(least=1, most=num_samples, advice=advice, k=k)

@@ -40,7 +40,7 @@ from rlhf_jax.functional import checks, unused_ids
 Array = jax.Array
 
 BLOCKS = 16  # devices that may share the vocabulary, if they divide the head's rows
-NOWHERE = -1e30  # a logit whose exp is 0; finite, as 0 · inf is NaN
+NOWHERE = -1e30  # a logit whose exp is 0; finite, as 0 · inf and -inf - -inf are NaN
 
 
 class Plan(NamedTuple):
@@ -87,9 +87,7 @@ def plan(
     # Blocks divide the head, so each device of a sharded head has whole blocks.
     blocks = math.gcd(rows, BLOCKS)
     size = rows // blocks
-    # Rounded up twice: the fewest chunks that fit, then even ones.
-    num_chunks = -(-size // max(1, max_logits // (positions * blocks)))
-    chunk = -(-size // num_chunks)
+    chunk = chunk_size(size, most=max_logits // (positions * blocks))
     return Plan(vocab_size, blocks, size, chunk=chunk, softcap=softcap, unused=unused)
 
 
@@ -140,7 +138,7 @@ def _results(sums: _Sums) -> tuple[Array, Array, Array]:
 def _pass(
     hidden: Array, head: Array, tokens: Array, temperature: Array, plan: Plan
 ) -> _Sums:
-    def step(sums: _Sums, index: Array) -> tuple[_Sums, None]:
+    def step(sums: _Sums, index: Array) -> _Sums:
         rows, fresh = _rows(head, index, plan, hidden.dtype)
         # f32[N, A·chunk]: logits of one chunk, never of the whole vocabulary.
         z = jnp.where(fresh[None], _logits(hidden, rows, temperature, plan), NOWHERE)
@@ -159,13 +157,14 @@ def _pass(
         at = _drawn(tokens, index, plan)
         drawn_z = jnp.take_along_axis(z, jnp.maximum(at, 0)[:, None], axis=-1)[:, 0]
         picked = jnp.where(at < 0, sums.picked, drawn_z)
-        return _Sums(largest, total, moment, picked), None
+        return _Sums(largest, total, moment, picked)
 
     zero = jnp.zeros(hidden.shape[:1], jnp.float32)
     # A token that is left out is impossible (-inf); an id beyond the head is a mistake.
     row = (tokens >= 0) & (tokens < head.shape[0])
     absent = jnp.where(row, -jnp.inf, jnp.nan)
-    return _scan(step, _Sums(zero - jnp.inf, zero, zero, absent), plan)
+    sums = _Sums(zero - jnp.inf, zero, zero, absent)
+    return scan(step, sums, size=plan.size, chunk=plan.chunk)
 
 
 def _backward(
@@ -189,7 +188,7 @@ def _backward(
     # A masked position may hold NaN, and 0 · NaN would reach the head's gradient.
     live_hidden = jnp.where(live[:, None], hidden, jnp.zeros_like(hidden))
 
-    def step(carry: tuple[Array, Array, Array], index: Array) -> tuple[Any, None]:
+    def step(carry: tuple[Array, ...], index: Array) -> tuple[Array, ...]:
         for_hidden, for_head, inner = carry
         rows, fresh = _rows(head, index, plan, hidden.dtype)
         # Rows that are left out may hold NaN, and 0 · NaN would reach the gradient.
@@ -218,7 +217,7 @@ def _backward(
             for_hidden,
             jax.lax.dynamic_update_slice_in_dim(for_head, for_rows, start, axis=1),
             inner,
-        ), None
+        )
 
     empty = (
         jnp.zeros(hidden.shape, jnp.float32),
@@ -226,7 +225,7 @@ def _backward(
         jnp.zeros((), jnp.float32),  # ⟨l, gradient of l⟩ / τ for soft-capped logits
     )
     # Gradients are carried from chunk to chunk: logits of one chunk live at a time.
-    for_hidden, for_head, inner = _scan(step, empty, plan)
+    for_hidden, for_head, inner = scan(step, empty, size=plan.size, chunk=plan.chunk)
     if plan.softcap is None:
         inner = jnp.sum(for_hidden * live_hidden.astype(jnp.float32)) / temperature
     return for_hidden.astype(hidden.dtype), for_head.reshape(head.shape), None, -inner
@@ -277,9 +276,17 @@ def _product(left: Array, right: Array, left_axis: int, right_axis: int) -> Arra
     return jax.lax.dot_general(left, right, axes, preferred_element_type=jnp.float32)
 
 
-def _scan(
-    step: Callable[[Any, Array], tuple[Any, None]], carry: Any, plan: Plan
-) -> Any:
-    """Scans `step` over the indices of the chunks."""
-    num_chunks = -(-plan.size // plan.chunk)
-    return jax.lax.scan(step, carry, jnp.arange(num_chunks, dtype=jnp.int32))[0]
+def chunk_size(size: int, *, most: int) -> int:
+    """Size of the fewest chunks of at most `most`; even ones overlap the least."""
+    num_chunks = -(-size // max(1, most))
+    return -(-size // num_chunks)
+
+
+def scan(step: Callable[..., Any], carry: Any, *, size: int, chunk: int) -> Any:
+    """The last carry of step(carry, index) -> carry over the indices of the chunks."""
+
+    def with_output(carry: Any, index: Array) -> tuple[Any, None]:
+        return step(carry, index), None
+
+    indices = jnp.arange(-(-size // chunk), dtype=jnp.int32)
+    return jax.lax.scan(with_output, carry, indices)[0]

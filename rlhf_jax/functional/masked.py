@@ -59,6 +59,25 @@ def lengths_to_mask(lengths: Int32[Array, " B"], *, size: int) -> Bool[Array, "B
     return jnp.arange(size, dtype=jnp.int32)[None, :] < lengths[:, None]
 
 
+def last_true(mask: Bool[Array, "B S"]) -> Bool[Array, "B S"]:
+    """True at the last True of each row only.
+
+        mask         0    1    1    0    1    0
+        last_true    0    0    0    0    1    0
+
+    >>> mask = jnp.array([[True, True, False], [False, False, False]])
+    >>> print(last_true(mask).astype(int))
+    [[0 1 0]
+     [0 0 0]]
+    >>> print(last_true(~mask).astype(int))
+    [[0 0 1]
+     [0 0 1]]
+    """
+    columns = jnp.arange(mask.shape[1], dtype=jnp.int32)[None, :]
+    # -1, which equals no column, where a row has none.
+    return columns == jnp.max(columns, axis=1, where=mask, initial=-1, keepdims=True)
+
+
 def masked_sum(
     x: Float32[Array, "*shape"], *, mask: Bool[Array, "*shape"], axis: int | None = None
 ) -> Float32[Array, "*kept"]:

@@ -114,7 +114,7 @@ def cispo_loss(
     advantages: Float32[Array, "*shape"],
     mask: Bool[Array, "*shape"],
     clip_range: Scalar,
-    clip_range_high: Scalar,
+    clip_range_high: Scalar | None = None,
     ratio_level: RatioLevel = "token",
     **mean: Unpack[Mean],
 ) -> tuple[Float32[Array, ""], Stats]:
@@ -125,7 +125,8 @@ def cispo_loss(
 
     Args:
       clip_range: ε, dimensionless; 1 or more is no lower bound, as published.
-      clip_range_high: ε_high, dimensionless: the weight is at most 1 + ε_high.
+      clip_range_high: ε_high, dimensionless: the weight is at most 1 + ε_high; None is
+        ε.
       ratio_level: ρ of a token or of its response (`at_level`); both sequence levels
         are the same here, as the weight has no gradient.
       the others: as in `losses.policy_loss`.
@@ -150,6 +151,8 @@ def cispo_loss(
     """
     log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
     checks.positive(clip_range=clip_range, clip_range_high=clip_range_high)
+    if clip_range_high is None:
+        clip_range_high = clip_range
     level = at_level(log_ratio, mask=mask, ratio_level=ratio_level)
     ratio = jnp.exp(level)
     weight = jnp.clip(ratio, 1.0 - clip_range, 1.0 + clip_range_high)

@@ -65,20 +65,18 @@ def token_rewards(
     checks.float32(scores=scores)
     checks.non_negative(kl_coef=kl_coef)
 
-    columns = jnp.arange(mask.shape[1], dtype=jnp.int32)[None, :]
     score_mask = mask if score_mask is None else score_mask
     checks.same_shape(score_mask=score_mask, mask=mask)
     checks.boolean(score_mask=score_mask)
-    # i32[B, 1]; -1 where a row has no response, which equals no column.
-    last = jnp.max(columns, axis=1, where=score_mask, initial=-1, keepdims=True)
+    last = masked.last_true(score_mask)
     if turn_rewards is None:
-        score_rewards = jnp.where(columns == last, scores[:, None], 0.0)
+        score_rewards = jnp.where(last, scores[:, None], 0.0)
     else:
         checks.masked_floats(mask, turn_rewards=turn_rewards)
         # The last token gets the rest, so the rewards of a row add up to its score.
         earlier = jnp.where(mask, turn_rewards, 0.0)
         rest = scores[:, None] - earlier.sum(axis=1, keepdims=True)
-        score_rewards = earlier + jnp.where(columns == last, rest, 0.0)
+        score_rewards = earlier + jnp.where(last, rest, 0.0)
     if kl is None:
         return score_rewards
     checks.masked_floats(mask, kl=kl)

@@ -12,7 +12,7 @@ import numpy as np
 
 from rlhf_jax.data import tokenization
 from rlhf_jax.functional import kl, logprobs
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import refuse
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles import policy
 
@@ -74,17 +74,19 @@ def compute(
     Raises:
       InputError: the vocabularies differ in size, or there are fewer than two tokens.
     """
+    faults = []
     if model.vocab_size != ref_model.vocab_size:
-        raise InputError(
+        faults.append(
             f"expected models of one vocabulary, got {model.vocab_size} ids of the "
             f"policy and {ref_model.vocab_size} of the reference; their KL is over "
             "the same tokens"
         )
     if len(tokens) < 2:
-        raise InputError(
+        faults.append(
             f"expected a text of at least 2 tokens, got {len(tokens)}: nothing "
             "predicts the first; give a longer one"
         )
+    refuse(faults)
     columns = _columns(
         params,
         ref_params,

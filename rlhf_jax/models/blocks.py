@@ -29,8 +29,8 @@ from rlhf_jax.models.attention import (
 )
 from rlhf_jax.models.caches import DeltaState, Kept
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.experts import NOTHING, OWN, Given, Mixture, Routing
-from rlhf_jax.models.experts.block import NAME, REPLAY, ROUTING
+from rlhf_jax.models.experts import NOTHING, OWN, Given, Routing
+from rlhf_jax.models.experts.routing import NAME, REPLAY, ROUTING
 from rlhf_jax.models.positions import rotate
 
 Array = jax.Array
@@ -383,12 +383,15 @@ class Block(nn.Module):
         if model.experts is None:
             z = MLP(model, name=self.mlp)(between)
         else:
+            # Imported only for models that have it.
+            from rlhf_jax.models.experts.block import Mixture
+
             z = Mixture(
                 model,
                 activation=ACTIVATIONS[model.activation],
                 init_std=INIT_STD,
                 output_std=INIT_STD / math.sqrt(2 * model.num_layers),
-                name="experts",
+                name=NAME,
             )(between)
         x = attended + after("mlp_post_norm", z)
         if per_layer is not None:

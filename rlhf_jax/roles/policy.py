@@ -45,24 +45,7 @@ def logprobs(
     packing: Packing | None = None,
     experts: Array | None = None,
 ) -> Array:
-    """log π(tokens[t] | tokens[<t]), the first result of `logprobs_and_entropy`.
-
-    With a `packing` of these padded rows the model runs on packed rows; log-probs are
-    those of the responses, at their padded columns. `experts` i32[B, S, L, k] are the
-    experts of the tokens of a mixture (`decoder.hidden_states`).
-    """
-    checks.positive(first_column=first_column)
-    if packing is not None:
-        texts = texts_of(tokens, mask, first_column=first_column, packing=packing)
-        computed, _ = logprobs_from_hidden(
-            params,
-            texts.hidden_states(params, model=model, experts=experts),
-            model=model,
-            tokens=texts.tokens,
-            mask=texts.mask,
-            temperature=temperature,
-        )
-        return texts.padded(computed)
+    """log π(tokens[t] | tokens[<t]), the first result of `logprobs_and_entropy`."""
     return logprobs_and_entropy(
         params,
         model=model,
@@ -71,6 +54,7 @@ def logprobs(
         temperature=temperature,
         first_column=first_column,
         segments=segments,
+        packing=packing,
         experts=experts,
     )[0]
 
@@ -84,6 +68,7 @@ def logprobs_and_entropy(
     temperature: float = 1.0,
     first_column: int = 1,
     segments: Array | None = None,
+    packing: Packing | None = None,
     experts: Array | None = None,
 ) -> tuple[Array, Array]:
     """Log-probability of each token and entropy of the distribution it came from.
@@ -93,6 +78,8 @@ def logprobs_and_entropy(
         width gives the response alone.
       segments: i32[B, S], texts packed into one row (`decoder.hidden_states`); None is
         one text per row.
+      packing: of these padded rows: the model runs on packed rows, and the results are
+        those of the responses, at their padded columns. None runs on padded rows.
       experts: i32[B, S, L, k], as in `decoder.hidden_states`.
 
     Returns:
@@ -100,25 +87,30 @@ def logprobs_and_entropy(
       first token of a text, which nothing predicts.
     """
     checks.positive(first_column=first_column)
-    hidden = decoder.hidden_states(
-        params,
-        model=model,
-        tokens=tokens,
-        mask=mask,
-        segments=segments,
-        first_column=first_column - 1,
-        experts=experts,
-    )
-    return logprobs_from_hidden(
+    texts = texts_of(tokens, mask, first_column=first_column, packing=packing)
+    if segments is None:
+        hidden = texts.hidden_states(params, model=model, experts=experts)
+    else:
+        hidden = decoder.hidden_states(
+            params,
+            model=model,
+            tokens=tokens,
+            mask=mask,
+            segments=segments,
+            first_column=first_column - 1,
+            experts=experts,
+        )
+    logprobs, entropy = logprobs_from_hidden(
         params,
         hidden,
         model=model,
-        tokens=tokens,
-        mask=mask,
+        tokens=texts.tokens,
+        mask=texts.mask,
         temperature=temperature,
-        first_column=first_column,
+        first_column=texts.first_column,
         segments=segments,
     )
+    return texts.padded(logprobs), texts.padded(entropy)
 
 
 def logprobs_from_hidden(

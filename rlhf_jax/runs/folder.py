@@ -10,7 +10,6 @@ plots/          see `plots`
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import platform
@@ -32,10 +31,10 @@ from rlhf_jax.runs.profile import Window
 from rlhf_jax.runs.proof import run_files, sums
 from rlhf_jax.runs.run_config import MAY_DIFFER, RunConfig, to_json
 from rlhf_jax.runs.snapshots import resume
+from rlhf_jax.runs.unfinished import UNFINISHED, replacing
 
 CONFIG = "config.json"
 SUMMARY: parsing.Shape = {"alarms?": [{"stage": str, "step": int, "name": str}]}
-UNFINISHED = ".tmp"
 PACKAGES = (
     *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "grain"),
     *("numpy", "transformers"),
@@ -160,7 +159,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
       InputError: the file is missing, or is not the summary of a run.
     """
     summary = parsing.read_object(
-        folder / "summary.json",
+        folder / run_files.SUMMARY,
         expected="the summary of a run",
         advice="remove it, and the folder too where a sweep is to run it again",
         shape=SUMMARY,
@@ -224,18 +223,14 @@ def write_text(path: Path, text: str) -> None:
     """
     if not processes.is_first():
         return
-    unfinished = path.with_name(path.name + UNFINISHED)
-    with write_errors.writing(path):
-        try:
-            with unfinished.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.replace(path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                unfinished.unlink()
-            raise
+    with (
+        write_errors.writing(path),
+        replacing(path) as unfinished,
+        unfinished.open("w", encoding="utf-8") as file,
+    ):
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _contents(folder: Path) -> list[str]:

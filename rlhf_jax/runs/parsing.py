@@ -71,7 +71,7 @@ def read_object(
     Raises:
       InputError: the file cannot be read or parsed, or holds no object of the shape.
     """
-    source = Source(f"{path!s:.200}".replace("\0", "\\0"), expected, advice)
+    source = Source(shown(path), expected, advice)
     text = read_text(path, expected=expected, advice=advice)
     load = _LOADERS.get(path.suffix, _json)
     fields = _value(text, source, load=load, depth=MAX_DEPTH, foreign=foreign)
@@ -86,7 +86,7 @@ def read_text(path: Path, *, expected: str, advice: str) -> str:
     Raises:
       InputError: the file cannot be read, is too large, or is not UTF-8.
     """
-    source = Source(f"{path!s:.200}".replace("\0", "\\0"), expected, advice)
+    source = Source(shown(path), expected, advice)
     try:
         with path.open("rb") as file:
             data = file.read(MAX_SIZE + 1)
@@ -96,6 +96,11 @@ def read_text(path: Path, *, expected: str, advice: str) -> str:
     if len(data) > MAX_SIZE:
         raise source.refusal(f"more than {MAX_SIZE} bytes")
     return decoded(data, source)
+
+
+def shown(path: Path) -> str:
+    """Returns a path for messages: at most 200 characters, and no NUL."""
+    return f"{path!s:.200}".replace("\0", "\\0")
 
 
 def decoded(data: bytes, source: Source) -> str:

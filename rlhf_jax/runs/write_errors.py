@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.runs import parsing
 from rlhf_jax.runs.snapshots import resume
 
 # Errors of a place that takes no writes, as opposed to mistakes in a program.
@@ -97,9 +98,9 @@ def check_place(
             raise
         got = f"{getattr(error, 'strerror', error)}; choose another"
     if got is not None:
-        shown = f"{path!s:.200}".replace("\0", "\\0")
         raise InputError(
-            f"{option} {shown}: expected a new file or an earlier {called}, got {got}"
+            f"{option} {parsing.shown(path)}: expected a new file or an earlier "
+            f"{called}, got {got}"
         )
 
 

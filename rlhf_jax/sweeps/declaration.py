@@ -11,6 +11,7 @@ of the grid may set several options, and name a trainer of its own:
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import difflib
 import itertools
@@ -18,11 +19,12 @@ import math
 import re
 import runpy
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import refuse
 from rlhf_jax.runs import parsing
 
 Value = Any  # value of an option: a number, text, bool, or a list of these
@@ -32,6 +34,7 @@ FIELDS = (
 )
 OF_A_RUN = ("out", "seed", "resume", "resume_from", "config")  # set by the sweep
 TRAINER = "trainer"
+SEEDS = (0,)
 LABEL = "label"  # key of a value of the grid that sets several options
 LONGEST_NAME = 200  # bytes of a cell's name
 
@@ -131,23 +134,8 @@ def _of_python(path: Path) -> dict[str, Any]:
 
 def declared(fields: Mapping[str, Any], *, source: str) -> Sweep:
     """Makes a sweep from the fields of a file; errors name their `source`."""
-    for name in fields:
-        if name not in FIELDS:
-            near = difflib.get_close_matches(name, FIELDS, n=1)
-            hint = f"did you mean {near[0]}? Else " if near else ""
-            raise InputError(
-                f"{source}: expected the fields {', '.join(FIELDS)}, got {name}; {hint}"
-                f"leave it out or, in Python, rename it"
-            )
+    refuse(_faults(fields, source=source))
     trainer, program = fields.get("trainer"), fields.get("program", ())
-    listed = isinstance(program, Sequence) and not isinstance(program, str)
-    if not listed or (trainer is None) == (not program):
-        got = "neither" if trainer is None else "both"
-        raise InputError(
-            f'{source}: expected either trainer, as "ppo", or program, a list of words '
-            f'as ["experiments/new_algorithm.py"], got '
-            f"{got if listed else f'program = {program!r:.80}'}; name what a cell runs"
-        )
     options = _table(fields, "options", source=source)
     grid = _table(fields, "grid", source=source)
     several = not (trainer is None or isinstance(trainer, str))
@@ -156,20 +144,18 @@ def declared(fields: Mapping[str, Any], *, source: str) -> Sweep:
     if several:
         cells, trainer = tuple(_with_trainer(c, source=source) for c in cells), None
     of_cells = {name for cell in cells for name, _ in cell.options}
-    for name in sorted({*options, *grid, *of_cells}):
-        if name in (*OF_A_RUN, *FIELDS):
-            why = "is a field of the sweep; move it above the first table"
-            if name in OF_A_RUN:
-                why = "a sweep gives to its runs; leave it out"
-            raise InputError(
-                f"{source}: expected options of a run in [options] and [grid], got "
-                f"{name}, which {why}"
-            )
+    of_runs = "a sweep gives to its runs; leave it out"
+    of_sweep = "is a field of the sweep; move it above the first table"
+    refuse(
+        f"{source}: expected options of a run in [options] and [grid], got {name}, "
+        f"which {of_runs if name in OF_A_RUN else of_sweep}"
+        for name in sorted({*options, *grid, *of_cells} & {*OF_A_RUN, *FIELDS})
+    )
     return Sweep(
         question=str(fields.get("question", "")),
         trainer=trainer,
         program=tuple(map(str, program)),
-        seeds=_seeds(fields.get("seeds", (0,)), source=source),
+        seeds=tuple(fields.get("seeds", SEEDS)),
         options=options,
         cells=cells,
         measures={
@@ -182,6 +168,34 @@ def declared(fields: Mapping[str, Any], *, source: str) -> Sweep:
         },
         slurm=_table(fields, "slurm", source=source),
     )
+
+
+def _faults(fields: Mapping[str, Any], *, source: str) -> Iterator[str]:
+    """Unknown fields, and known ones that no other field is needed to refuse."""
+    for name in fields:
+        if name not in FIELDS:
+            near = difflib.get_close_matches(name, FIELDS, n=1)
+            hint = f"did you mean {near[0]}? Else " if near else ""
+            yield (
+                f"{source}: expected the fields {', '.join(FIELDS)}, got {name}; {hint}"
+                f"leave it out or, in Python, rename it"
+            )
+    trainer, program = fields.get("trainer"), fields.get("program", ())
+    listed = isinstance(program, Sequence) and not isinstance(program, str)
+    if not listed or (trainer is None) == (not program):
+        got = "neither" if trainer is None else "both"
+        yield (
+            f'{source}: expected either trainer, as "ppo", or program, a list of words '
+            f'as ["experiments/new_algorithm.py"], got '
+            f"{got if listed else f'program = {program!r:.80}'}; name what a cell runs"
+        )
+    seeds = fields.get("seeds", SEEDS)
+    whole = isinstance(seeds, Sequence) and all(type(seed) is int for seed in seeds)
+    if not whole or not seeds or len(set(seeds)) < len(seeds):
+        yield (
+            f"{source}: expected seeds as a list of different integers, got {seeds!r}; "
+            f"write seeds = [0, 1, 2]"
+        )
 
 
 def _table(fields: Mapping[str, Any], name: str, *, source: str) -> dict[str, Any]:
@@ -203,26 +217,16 @@ def _table(fields: Mapping[str, Any], name: str, *, source: str) -> dict[str, An
     return {key.replace("-", "_"): value for key, value in flat.items()}
 
 
-def _seeds(seeds: Any, *, source: str) -> tuple[int, ...]:
-    whole = isinstance(seeds, Sequence) and all(type(seed) is int for seed in seeds)
-    if not whole or not seeds or len(set(seeds)) < len(seeds):
-        raise InputError(
-            f"{source}: expected seeds as a list of different integers, got {seeds!r}; "
-            f"write seeds = [0, 1, 2]"
-        )
-    return tuple(seeds)
-
-
 def _cells(
     grid: Mapping[str, Any], *, fixed: Mapping[str, Any], source: str
 ) -> tuple[Cell, ...]:
     """Makes every combination of a grid; its options must not be in `fixed`."""
-    for name, values in grid.items():
-        if not isinstance(values, Sequence) or isinstance(values, str) or not values:
-            raise InputError(
-                f"{source}: expected a list of values for {name} of the grid, got "
-                f"{values!r:.80}; write {name} = [...], or move it to options"
-            )
+    refuse(
+        f"{source}: expected a list of values for {name} of the grid, got "
+        f"{values!r:.80}; write {name} = [...], or move it to options"
+        for name, values in grid.items()
+        if not isinstance(values, Sequence) or isinstance(values, str) or not values
+    )
     cells = []
     for values in itertools.product(*grid.values()):
         named, options = [], dict[str, Value]()
@@ -246,9 +250,9 @@ def _cells(
             named.append((name, hashable(value)))
             options |= {field: hashable(one) for field, one in own.items()}
         cells.append(Cell(tuple(named), tuple(options.items())))
-    names = [cell.name for cell in cells]
-    for name in names:
-        if names.count(name) > 1 or len(name.encode()) > LONGEST_NAME:
+    names = collections.Counter(cell.name for cell in cells)
+    for name, count in names.items():
+        if count > 1 or len(name.encode()) > LONGEST_NAME:
             raise InputError(
                 f"{source}: expected each cell to have a name of its own, of at most "
                 f"{LONGEST_NAME} bytes, got {name:.100}; list each value once, and "

@@ -17,7 +17,7 @@ from typing import Any
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import folder, parsing
-from rlhf_jax.runs.proof import sums
+from rlhf_jax.runs.proof import run_files, sums
 from rlhf_jax.sweeps import declaration
 from rlhf_jax.sweeps.declaration import (
     TRAINER,
@@ -69,7 +69,7 @@ class Planned:
     @property
     def done(self) -> bool:
         """Whether summary.json exists, which a run writes when it has finished."""
-        return (self.folder / "summary.json").exists()
+        return (self.folder / run_files.SUMMARY).exists()
 
     def arguments(self) -> list[str]:
         """Returns the arguments that begin the run, or resume it if it has begun."""

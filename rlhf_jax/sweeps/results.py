@@ -12,6 +12,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import folder, lock, parsing, report
 from rlhf_jax.runs.proof import run_files, sums
 from rlhf_jax.runs.proof.run_files import Checked
+from rlhf_jax.runs.unfinished import UNFINISHED
 from rlhf_jax.sweeps import claims, measures, statistics
 from rlhf_jax.sweeps.claims import Answered, Numbers
 from rlhf_jax.sweeps.declaration import Cell, Sweep
@@ -170,7 +171,7 @@ def _names(out: Path) -> list[str]:
         for name in names
         if (name.parts[0] != "runs" or name.parts[3:] in ((), (run_files.SUMMARY,)))
         and name.parts not in ((BEGUN,), (NAME,), (lock.NAME,))
-        and not name.name.endswith(run_files.UNFINISHED)
+        and not name.name.endswith(UNFINISHED)
     ]
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import importlib.util
 import keyword
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rlhf_jax.functional.errors import InputError
+from rlhf_jax.functional.errors import InputError, refuse
 from rlhf_jax.runs import command_line
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -24,20 +24,7 @@ KINDS = {
 
 def write(kind: str, name: str, *, folder: Path) -> list[Path]:
     """Writes the package FOLDER/NAME, and returns its files."""
-    if kind not in KINDS:
-        raise InputError(
-            f"expected one of {', '.join(KINDS)}, got {kind!r}; choose one"
-        )
-    if not name.isidentifier() or keyword.iskeyword(name) or not name.isascii():
-        raise InputError(
-            f"expected a name for a Python module, got {name!r}; write letters, digits "
-            f"and _, as my_{kind}"
-        )
-    if name in _taken(kind) or importlib.util.find_spec(name) is not None:
-        raise InputError(
-            f"expected a name that is free, got {name!r}, the name of an existing "
-            f"module or {kind}; choose another"
-        )
+    refuse(_faults(kind, name))
     target = folder / name
     try:
         target.mkdir()
@@ -72,6 +59,21 @@ def command(argv: Sequence[str] | None = None) -> None:
     files = write(options.kind, options.name, folder=Path())
     print(f"{options.name}/ has {', '.join(file.name for file in files)}; next:")
     print(f"  pip install -e {options.name} && pytest {options.name}")
+
+
+def _faults(kind: str, name: str) -> Iterator[str]:
+    if kind not in KINDS:
+        yield f"expected one of {', '.join(KINDS)}, got {kind!r}; choose one"
+    if not name.isidentifier() or keyword.iskeyword(name) or not name.isascii():
+        yield (
+            f"expected a name for a Python module, got {name!r}; write letters, digits "
+            f"and _, as my_{kind}"
+        )
+    elif kind in KINDS and (name in _taken(kind) or importlib.util.find_spec(name)):
+        yield (
+            f"expected a name that is free, got {name!r}, the name of an existing "
+            f"module or {kind}; choose another"
+        )
 
 
 def _taken(kind: str) -> Sequence[str]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import jax
 import tyro
 
 from rlhf_jax.functional import checks
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import refuse
 from rlhf_jax.reports import document, reading, watching
 from rlhf_jax.reports.contents import contents
 from rlhf_jax.runs import command_line, folder, write_errors
@@ -51,16 +51,7 @@ class Config:
 
     def check(self) -> None:
         """Raises InputError for options that do not fit together."""
-        if not self.runs:
-            raise InputError(
-                "expected the folder of a run, got none; rlhf-jax report RUN --html "
-                "FILE"
-            )
-        if self.html is None and not self.watch:
-            raise InputError(
-                "expected --html FILE, to write the page, or --watch, to serve it; got "
-                "neither"
-            )
+        refuse(self._faults())
         if self.html is not None:
             own = document.is_page
             write_errors.check_place(
@@ -69,6 +60,18 @@ class Config:
         checks.within(
             least=0, most=2**16 - 1, advice="choose another", **{"--port": self.port}
         )
+
+    def _faults(self) -> Iterator[str]:
+        if not self.runs:
+            yield (
+                "expected the folder of a run, got none; rlhf-jax report RUN --html "
+                "FILE"
+            )
+        if self.html is None and not self.watch:
+            yield (
+                "expected --html FILE, to write the page, or --watch, to serve it; got "
+                "neither"
+            )
 
 
 def main(options: Config) -> None:

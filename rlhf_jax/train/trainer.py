@@ -393,6 +393,8 @@ def tell(
     frozen_ones = dict(beside)
     if reference is not None:
         frozen_ones["reference"] = reference
+    # A reward model may have another architecture.
+    rewards = dict(zip(config.rewards.model_names, models.reward_shapes, strict=True))
     apart = meshes.sampler is not meshes.policy
     report.model_table(
         [
@@ -408,9 +410,9 @@ def tell(
             **{
                 name: frozen.shape_of(one, policy=start.model)
                 for name, one in frozen_ones.items()
+                if name not in rewards
             },
-            # A reward model may have another architecture.
-            **dict(zip(config.rewards.model_names, models.reward_shapes, strict=True)),
+            **rewards,
         },
         meshes={"sampler": meshes.sampler} if apart else {},
     )

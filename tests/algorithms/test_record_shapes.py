@@ -47,10 +47,15 @@ def test_from_prompts_to_experience():
         scored = score.score(
             sampled,
             reference=frozen.freeze(params),
-            critic=rewards.init(key, params, model=toys.GPT2),
+            values=score.response_values(
+                rewards.init(key, params, model=toys.GPT2),
+                rollout=sampled,
+                model=toys.GPT2,
+                max_new_tokens=toys.SIZE,
+                after_stop=False,
+            ),
             scores=jnp.zeros(4, jnp.float32),
             model=toys.GPT2,
-            critic_model=toys.GPT2,
             max_new_tokens=toys.SIZE,
             temperature=0.7,
         )

@@ -152,6 +152,8 @@ def test_what_is_trained_or_samples_is_on_devices(text):
         Placement(critic=place)
     with pytest.raises(InputError, match=r"--placement.sampler: expected policy, A"):
         Placement(sampler=place)
+    with pytest.raises(InputError, match=r"(?s)\.sampler: .*\.critic: expected policy"):
+        Placement(sampler=place, critic=place)
 
 
 def test_a_sampler_may_have_a_mesh_over_the_policy_s_devices():

@@ -330,6 +330,8 @@ def test_meshes_that_are_refused():
         MeshShape(data=2, fsdp=2).make()
     with pytest.raises(InputError, match="mesh fsdp: expected at least 1 device"):
         MeshShape(fsdp=0)
+    with pytest.raises(InputError, match=r"mesh data: .*\nmesh dcn: .* got -1; leave"):
+        MeshShape(data=0, dcn=-1)
     with pytest.raises(
         InputError,
         match="8 devices of the axes dcn, data, fsdp and expert divide, got 3; change",

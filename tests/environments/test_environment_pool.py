@@ -51,6 +51,15 @@ def test_a_field_of_a_message_may_be_null(pool):
         pool.reset([{"prompt": [{"role": "user", "content": None}]}])
 
 
+def test_a_defect_reaches_the_one_who_waits(pool, monkeypatch):
+    def defect(future, response, where):
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(pool, "_answer", defect)
+    with pytest.raises(ZeroDivisionError, match="a defect"):
+        pool.step(START, "x").result(timeout=60)
+
+
 def test_what_is_done_needs_no_state(pool):
     assert pool.step(START, "done 2").result() == Answer("", 2.0, True, b"")
 

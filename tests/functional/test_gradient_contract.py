@@ -193,6 +193,7 @@ CASES = {
     "losses.language_model_loss": ("logprobs", {}),
     "losses.policy_loss": ("logprobs clip_range clip_range_high dual_clip", {}),
     "masked.centred": ("x", {}),
+    "masked.last_true": ("", {}),
     "masked.lengths_to_mask": ("", {"size": 5}),
     "masked.masked_mean": ("x", {}),
     "masked.masked_sum": ("x", {}),

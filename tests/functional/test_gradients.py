@@ -371,6 +371,7 @@ WITHOUT_A_SLOPE = {
     "kl.penalty.weighted_estimates": "stops the gradient of values",
     "kl.penalty.with_sampled_tail": "stops the gradient of its log-ratio",
     "masked.centred": "a number that has no gradient, and what is left",
+    "masked.last_true": "bool",
     "masked.lengths_to_mask": "bool",
     "unused_ids.contain": "bool",
     "off_policy.importance.importance_weights": "stops the gradient",

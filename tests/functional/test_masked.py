@@ -25,6 +25,16 @@ def test_lengths_to_mask():
     )
 
 
+def test_last_true():
+    np.testing.assert_array_equal(
+        masked.last_true(jnp.asarray(MASK)),
+        [[0, 0, 0, 0, 1], [0, 0, 0, 0, 0], [0, 0, 0, 0, 1]],
+    )
+    np.testing.assert_array_equal(
+        masked.last_true(jnp.asarray(MASK[:, :4]))[0], [0, 0, 1, 0]
+    )
+
+
 def test_sum_mean_and_variance_match_the_oracle():
     mean = oracles.masked_mean(X, MASK)
     assert float(masked.masked_mean(X, mask=MASK)) == pytest.approx(mean, rel=1e-5)

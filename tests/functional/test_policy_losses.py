@@ -59,6 +59,20 @@ def columns(b):
     return range(LENGTHS[b])
 
 
+@pytest.mark.parametrize("name", ["dppo tv", "gmpo"])
+def test_without_a_bound_above_it_is_the_bound_below(name):
+    high = "threshold_high" if name == "dppo tv" else "clip_range_high"
+    low = LOSSES[name].keywords[high.removesuffix("_high")]
+    # Of the other sign, where ratios are beyond both bounds.
+    options = {"advantages": -ARRAYS["advantages"]}
+    for output, expected in zip(
+        differentiated(LOSSES[name], **options, **{high: None}),
+        differentiated(LOSSES[name], **options, **{high: low}),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(output, expected)
+
+
 def whole(b):
     """The probability ratio of a whole response."""
     return math.exp(math.fsum(NOW[b, t] - OLD[b, t] for t in columns(b)))

@@ -195,6 +195,10 @@ def test_what_is_reported_of_weights_and_gates():
         "advantages": jnp.array([[1.0, 1.0, -1.0, 1.0]]),
         "mask": jnp.array([[True, True, True, False]]),
     }
+    # Without a bound above it is the bound below.
+    loss, _ = losses.cispo_loss(**arrays, clip_range=0.2)
+    same, _ = losses.cispo_loss(**arrays, clip_range=0.2, clip_range_high=0.2)
+    assert float(loss) == float(same)
     _, stats = losses.cispo_loss(**arrays, clip_range=0.2, clip_range_high=0.5)
     means = masked.mean_stats(stats)
     assert float(means["policy/clipfrac"]) == pytest.approx(2 / 3)

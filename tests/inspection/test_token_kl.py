@@ -118,6 +118,11 @@ def test_a_long_text_is_read_in_windows_that_overlap_by_half():
     [
         ([3], toys.LLAMA, "at least 2 tokens, got 1"),
         (
+            [3],
+            dataclasses.replace(toys.LLAMA, vocab_size=14),
+            r"one vocabulary, .*\nexpected a text of at least 2 tokens",
+        ),
+        (
             [3, 4],
             dataclasses.replace(toys.LLAMA, vocab_size=14),
             "one vocabulary, got 13 ids of the policy and 14 of the reference",

@@ -9,7 +9,7 @@ from toy_runs import run
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.reports import document
-from rlhf_jax.train import main
+from rlhf_jax.train import main, report
 
 TEXTS = ["</script><script>alert(1)</script>", "<!--", "a & b", "\u2028", "{{STYLE}}"]
 
@@ -102,6 +102,12 @@ def test_watch_without_the_library_ends_before_it_serves(tmp_path, monkeypatch, 
         main.main(["report", str(folder), "--watch", "--port", "0"])
     assert exit_.value.code == 2
     assert "plotly" in capsys.readouterr().err
+
+
+def test_all_that_a_report_lacks_is_named_at_once():
+    message = r"expected the folder of a run, .*\nexpected --html FILE, to write"
+    with pytest.raises(InputError, match=message):
+        report.Config(runs=()).check()
 
 
 @pytest.mark.parametrize(

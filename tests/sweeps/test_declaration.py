@@ -208,6 +208,22 @@ def test_what_is_no_sweep(fields, message):
     assert str(error.value).startswith("file: ")
 
 
+def test_all_mistakes_of_a_sweep_are_named_at_once():
+    fields = {"trainr": "ppo", "program": ["a.py"], "trainer": "ppo", "seeds": [1, 1]}
+    with pytest.raises(InputError) as error:
+        declaration.declared(fields, source="file")
+    unknown, both, seeds = str(error.value).splitlines()
+    assert "got trainr" in unknown
+    assert "got both" in both
+    assert "got [1, 1]" in seeds
+    grid = {"kl_coef": [], "lam": 0.5}
+    with pytest.raises(InputError, match=r"for kl_coef .*\nfile: .* for lam of the"):
+        declaration.declared({"trainer": "ppo", "grid": grid}, source="file")
+    options = {"out": "x", "seeds": [0]}
+    with pytest.raises(InputError, match=r"got out, .*\nfile: .* got seeds, which is"):
+        declaration.declared({"trainer": "ppo", "options": options}, source="file")
+
+
 def test_files_that_cannot_be_read(tmp_path):
     for name, text, message in (
         ("sweep.yaml", "", "ends with .toml or .py"),

@@ -184,6 +184,14 @@ def test_what_is_refused_leaves_no_file(argv, message, tmp_path, monkeypatch, ca
     assert [*tmp_path.rglob("*")] == [tmp_path / "there"]
 
 
+def test_a_wrong_kind_and_a_wrong_name_are_named_together(capsys):
+    with pytest.raises(SystemExit):
+        main.main(["new", "methd", "my-method"])
+    kind, name = capsys.readouterr().err.splitlines()
+    assert "expected one of method, reward" in kind
+    assert "expected a name for a Python module, got 'my-method'" in name
+
+
 def test_names_of_two_words_have_a_class_of_theirs(tmp_path):
     files = new.write("family", "grand_llama", folder=tmp_path)
     code = next(file for file in files if file.name == "grand_llama.py").read_text()

@@ -196,8 +196,6 @@ def finder(claim: Claim, *, case: Case) -> Callable[..., tuple[Float64, float]]:
             rollout,
             scores=scores,
             reference=case.reference,
-            critic=None,
-            critic_model=None,
             max_new_tokens=enumerable.LENGTH,
             penalty=algorithm.penalty,
             **shape,

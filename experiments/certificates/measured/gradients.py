@@ -170,22 +170,22 @@ def sample(case: Case, *, older: bool, temperature: float) -> Scored:
     rollout = jax.jit(
         enumerable.every_response, static_argnames=("model", "temperature", "stop_ids")
     )(case.older if older else case.policy, temperature=temperature, **case.options)
-    scored = jax.jit(
-        score.score,
-        static_argnames=("model", "critic_model", "max_new_tokens", "temperature"),
-    )(
+    shape = {"model": case.model, "max_new_tokens": enumerable.LENGTH}
+    static = ("model", "max_new_tokens")
+    values = jnp.zeros_like(rollout.old_logprobs)
+    if not older:
+        values = jax.jit(
+            functools.partial(score.response_values, after_stop=False),
+            static_argnames=static,
+        )(case.critic, rollout=rollout, **shape)
+    return jax.jit(score.score, static_argnames=(*static, "temperature"))(
         rollout,
         scores=jnp.zeros(len(rollout.tokens), jnp.float32),
         reference=case.reference,
-        model=case.model,
-        critic=case.critic,
-        critic_model=case.model,
-        max_new_tokens=enumerable.LENGTH,
+        values=values,
         temperature=temperature,
+        **shape,
     )
-    if older:
-        scored = dataclasses.replace(scored, values=jnp.zeros_like(scored.values))
-    return scored
 
 
 def algorithm_of(penalty: Penalty, *, case: Case, temperature: float) -> ppo.PPO:
@@ -233,21 +233,19 @@ def measure(
       The gradient of β·penalty with respect to `params`, for any placement, and f32[],
       the mean of the value estimator, nats per response, NaN if it is unused.
     """
-    values = scored.values
     scored = score.score(
         scored.rollout,
         scores=scored.scores,
         reference=reference,
         model=algorithm.model,
-        critic=None,  # values and reference log-probs are given: less to compile
-        critic_model=None,
+        # Values and reference log-probs are given: less to compile.
+        values=scored.values,
         max_new_tokens=algorithm.max_new_tokens,
         temperature=algorithm.temperature,
         penalty=algorithm.penalty,
         policy=sampler,
         ref_logprobs=scored.ref_logprobs,
     )
-    scored = dataclasses.replace(scored, values=values)
     beside: dict[str, Further] = {}
     if further:
         scored, beside = flow.objective.add_further(

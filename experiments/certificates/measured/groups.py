@@ -138,8 +138,13 @@ def scored_table(case: Case, table: Array) -> Scored:
         scores=table,
         reference=case.reference,
         model=case.model,
-        critic=case.critic,
-        critic_model=case.model,
+        values=score.response_values(
+            case.critic,
+            rollout=rollout,
+            model=case.model,
+            max_new_tokens=enumerable.LENGTH,
+            after_stop=False,
+        ),
         max_new_tokens=enumerable.LENGTH,
         temperature=1.0,
     )

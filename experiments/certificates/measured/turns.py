@@ -168,20 +168,26 @@ def scored_of(case: Case, claim: Claim) -> Scored:
     rollout = conversations.rollout(
         case.policy, episodes, model=case.model, temperature=TEMPERATURE
     )
-    has_critic = isinstance(recipe, ppo.Recipe)
+    values = None
+    if isinstance(recipe, ppo.Recipe):
+        values = score.response_values(
+            case.critic,
+            rollout=rollout,
+            model=case.model,
+            max_new_tokens=conversations.LENGTH,
+            after_stop=recipe.value_after_stop,
+        )
     return score.score(
         rollout,
         scores=case.totals,
         turn_rewards=case.of_turns if claim.turns else None,
         reference=case.reference,
         model=case.model,
-        critic=case.critic if has_critic else None,
-        critic_model=case.model,
+        values=values,
         max_new_tokens=conversations.LENGTH,
         temperature=TEMPERATURE,
         penalty=recipe.penalty,
         policy=case.policy,
-        value_after_stop=isinstance(recipe, ppo.Recipe) and recipe.value_after_stop,
     )
 
 

@@ -53,8 +53,6 @@ def programs_of(options: Config) -> tuple[Callable[..., Any], Callable[..., Any]
             scores=scores,
             reference=reference,
             model=algorithm.model,
-            critic=None,
-            critic_model=None,
             max_new_tokens=algorithm.max_new_tokens,
             temperature=algorithm.temperature,
         )

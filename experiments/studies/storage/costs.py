@@ -46,8 +46,6 @@ def scoring(options: Preparation, *, model: ModelConfig) -> Callable[..., Scored
             scores=jnp.zeros(options.responses, jnp.float32),
             reference=reference,
             model=model,
-            critic=None,
-            critic_model=None,
             max_new_tokens=options.max_new_tokens,
             temperature=options.temperature,
         )

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +34,7 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import fingerprint
 from rlhf_jax.runs import folder, plots, run, run_config
 from rlhf_jax.runs.snapshots import resume
+from rlhf_jax.runs.unfinished import replacing
 from studies import locks
 from studies.storage.costs import Exact, held_out_logprobs, scoring
 from studies.storage.models import blocks, sample, train
@@ -238,7 +238,5 @@ def _record(arrays: Any, name: str) -> dict[str, np.ndarray]:
 
 def _save(path: Path, arrays: dict[str, np.ndarray]) -> None:
     """Writes a file, whole or not at all."""
-    unfinished = path.with_name(path.name + folder.UNFINISHED)
-    with unfinished.open("wb") as file:
+    with replacing(path) as unfinished, unfinished.open("wb") as file:
         np.savez(file, allow_pickle=False, **arrays)
-    os.replace(unfinished, path)

@@ -171,9 +171,6 @@ def add_further(
                 scores=scored.scores,
                 reference=other.frozen,
                 model=model,
-                # Values and scores are known from the first pass: only the KL is new.
-                critic=None,
-                critic_model=None,
                 max_new_tokens=max_new_tokens,
                 temperature=temperature,
                 penalty=penalty,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from rlhf_jax.algorithms.batch import Rollout, Scored
 from rlhf_jax.algorithms.flow.rollout import response_logprobs
-from rlhf_jax.functional import checks
+from rlhf_jax.functional import checks, masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty, reward_kl
 from rlhf_jax.models.config import ModelConfig
@@ -31,15 +31,12 @@ def score(
     scores: Array,
     reference: Frozen | None,
     model: ModelConfig,
-    critic: Params | None,
-    critic_model: ModelConfig | None,
     max_new_tokens: int,
     temperature: float,
     penalty: Penalty = IN_REWARD,
     policy: Params | None = None,
     ref_logprobs: Array | None = None,
     values: Array | None = None,
-    value_after_stop: bool = False,
     packing: SizedPacking | None = None,
     turn_rewards: Array | None = None,
     row_mask: Array | None = None,
@@ -50,16 +47,13 @@ def score(
     Args:
       scores: f32[B], reward units, one per response.
       reference: None, without `ref_logprobs`, leaves `ref_logprobs` and `kl` None.
-      critic, critic_model: None leaves `values` None, unless they are passed.
       penalty: the KL in the reward is computed here. With placement None it is only
         measured (`kl_stats`).
       policy: parameters of the policy, read for an exact KL in the reward, which needs
         the hidden states of both models (`Penalty.reward_needs_logits`).
       ref_logprobs: f32[B, S], nats, if `reference_logprobs` ran before, as on devices
         of its own; `reference` is then run for exact KL only.
-      values: f32[B, S], reward units, if `response_values` ran before, as while the
-        host computed the scores.
-      value_after_stop: value the state after the last token too (N+).
+      values: f32[B, S], reward units, of `response_values`; None without a critic.
       row_mask: bool[B], responses that have a score; None is all.
       replays_reference: route tokens to the rollout's experts in the reference, too.
 
@@ -67,8 +61,8 @@ def score(
       Scored[B, S]; every per-token array is 0 outside the response.
 
     Raises:
-      ValueError: scores is not one number per row. InputError: the critic has no shape,
-        or exact KL lacks `policy` or `reference`.
+      ValueError: scores is not one number per row. InputError: exact KL lacks `policy`
+        or `reference`.
     """
     checks.shape((rollout.tokens.shape[0],), scores=scores)
     checks.float32(scores=scores)
@@ -116,17 +110,6 @@ def score(
         if exact is not None and penalty.direction == "reverse" and not penalty.top_k:
             rows = num_responses(mask, row_mask=row_mask)
             kl_stats |= {"objective/kl_exact": (exact.sum(), rows)}
-    if critic is not None and values is None:
-        if critic_model is None:
-            raise InputError("expected the critic's shape with the critic, got None")
-        values = response_values(
-            critic,
-            rollout=rollout,
-            model=critic_model,
-            max_new_tokens=max_new_tokens,
-            after_stop=value_after_stop,
-            packing=packing,
-        )
     return Scored(
         rollout=rollout,
         scores=scores,
@@ -227,10 +210,8 @@ def value_mask(rollout: Rollout, *, after_stop: bool) -> Array:
     mask = rollout.response_mask
     if not after_stop:
         return mask
-    columns, last = _last(mask)
-    # A full row has no column left: its score is placed on the last token. A row
-    # without a response (-1) must not mark column 0.
-    return mask | ((columns == last + 1) & (last >= 0))
+    # A full row has no column left: its score is placed on the last token.
+    return mask | jnp.pad(masked.last_true(mask)[:, :-1], ((0, 0), (1, 0)))
 
 
 def num_responses(mask: Array, *, row_mask: Array | None) -> Array:
@@ -238,12 +219,6 @@ def num_responses(mask: Array, *, row_mask: Array | None) -> Array:
     if row_mask is None:
         return jnp.asarray(mask.shape[0], jnp.float32)
     return row_mask.sum(dtype=jnp.float32)
-
-
-def _last(mask: Array) -> tuple[Array, Array]:
-    """i32[1, S], all columns, and i32[B, 1], the last column of each mask or -1."""
-    columns = jnp.arange(mask.shape[1], dtype=jnp.int32)[None, :]
-    return columns, jnp.max(columns, axis=1, where=mask, initial=-1, keepdims=True)
 
 
 @jax.named_scope("values")
@@ -317,6 +292,5 @@ def reference_logprobs(
 
 def ended(rollout: Rollout, *, stop_ids: tuple[int, ...]) -> Array:
     """bool[B]: the response's last token is a stop token."""
-    columns, last = _last(rollout.response_mask)
     stops = jnp.isin(rollout.tokens, jnp.asarray(stop_ids, jnp.int32))
-    return (stops & (columns == last)).any(axis=1)
+    return (stops & masked.last_true(rollout.response_mask)).any(axis=1)

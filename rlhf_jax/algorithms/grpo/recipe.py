@@ -7,6 +7,7 @@ loss is the policy's alone.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, TypeVar, get_args
 
 import jax
@@ -25,7 +26,7 @@ from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.functional import checks, masked
 from rlhf_jax.functional.checks import InputError, one_of
-from rlhf_jax.functional.errors import expect_none
+from rlhf_jax.functional.errors import expect_none, refuse
 from rlhf_jax.functional.kl.penalty import IN_LOSS, Penalty
 from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels
 
@@ -80,21 +81,24 @@ class GroupRecipe(PolicyRecipe):
                 overlong_mask=self.overlong_mask,
             )
         checks.groups(self.group_size, group_size=self.group_size, least=2)
+        refuse(self._faults())
+
+    def _faults(self) -> Iterator[str]:
         if self.kl_to_go and not self.penalty.in_reward:
-            raise InputError(
+            yield (
                 f"kl_to_go: expected a KL in the reward to credit, got placement "
                 f"{self.penalty.placement}; choose penalty.placement reward, or leave "
                 f"it out"
             )
         if self.normalise in ("group", "each") and self.baseline != "group":
-            raise InputError(
+            yield (
                 f"normalise: expected 'rollout' or None with baseline "
                 f"{self.baseline!r}, got {self.normalise!r}, whose deviation is about "
                 f"a mean that is not the baseline; choose baseline='group'"
             )
         added = self.penalty.in_reward or self.scores != AS_THEY_ARE
         if self.normalise == "each" and added:
-            raise InputError(
+            yield (
                 "normalise: expected another than 'each' with a KL in the reward or "
                 "options of scores, which are about the sum of the rewards; choose "
                 "penalty.placement='loss', and give penalties of scores as rewards"

@@ -11,7 +11,7 @@ import abc
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar, Unpack
 
 import jax
@@ -31,7 +31,7 @@ from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.algorithms.state import LossFunction, Optimizer, TrainState
 from rlhf_jax.functional import aggregation, checks, masked
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.functional.errors import expect_none
+from rlhf_jax.functional.errors import expect_none, refuse
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA, targets
 from rlhf_jax.models.packing import Packing
@@ -70,16 +70,10 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.positive(max_new_tokens=self.max_new_tokens)
-        self._check_stops()
+        refuse((*self._faults_of_stops(), *self._faults_of_model()))
+        self._check_lengths()
         self.check_top_k(**{"penalty.top_k": self.penalty.top_k})
         self.check_top_k(**{"top_k of surrogate": self.recorded_top_k})
-        self._check_experts()
-        if self.aggregation == "prompt_mean" and self.rows_per_prompt == 1:
-            raise InputError(
-                "aggregation: expected groups of responses to a prompt with "
-                "'prompt_mean', got an algorithm without groups, where it is "
-                "'sequence_mean'; choose that"
-            )
         if self.lora is not None:
             # Fail where the recipe is made, not in the first trace.
             targets(model=self.model, lora=self.lora)  # raises for a bad pattern
@@ -98,21 +92,27 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
             **numbers,
         )
 
-    def _check_experts(self) -> None:
-        """Raises InputError for an option of mixtures of experts on a dense model."""
+    def _faults_of_model(self) -> Iterator[str]:
+        """Options of mixtures of experts on a dense model, or of groups without any."""
         replay = self.routing_replay
         for name, is_set in {
             "routing_replay": replay is not None,
             "balance_coef": self.balance_coef != 0,
         }.items():
             if is_set and self.model.experts is None:
-                raise InputError(
+                yield (
                     f"{name}: expected a mixture of experts, got a dense "
                     f"{self.model.family}; leave {name} out"
                 )
+        if self.aggregation == "prompt_mean" and self.rows_per_prompt == 1:
+            yield (
+                "aggregation: expected groups of responses to a prompt with "
+                "'prompt_mean', got an algorithm without groups, where it is "
+                "'sequence_mean'; choose that"
+            )
 
-    def _check_stops(self) -> None:
-        """Raises InputError for an option that no stop token or length can trigger."""
+    def _faults_of_stops(self) -> Iterator[str]:
+        """Options that read stop tokens, where there are none."""
         for name, needs in {
             "scores.missing_stop_score or missing_stop_penalty": (
                 self.scores.reads_stops
@@ -120,10 +120,13 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
             "fixed_length": self.fixed_length is not None,
         }.items():
             if needs and not self.stop_ids:
-                raise InputError(
+                yield (
                     f"{name}: expected stop_ids to look for, got none, so that no "
                     f"response would ever have stopped; name stop_ids or leave it out"
                 )
+
+    def _check_lengths(self) -> None:
+        """Raises InputError for an option that no length of a response can trigger."""
         if self.fixed_length is not None:
             checks.within(
                 below=self.max_new_tokens,
@@ -346,35 +349,6 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         return aggregation.bias(self.aggregation)
 
 
-class Critic(NamedTuple):
-    """A critic as `values` runs it."""
-
-    params: Params  # {"trunk": ..., "score": ...}, as in `critic.py`
-    model: ModelConfig
-    after_stop: bool  # the state after the last token has a value
-
-
-def critic_of(
-    state: TrainState, *, recipe: PolicyGradient, frozen: FrozenModels
-) -> Critic | None:
-    """The critic of a state: a model, adapters of the base, or a head on the policy."""
-    if recipe.critic is None:
-        return None
-    if state.critic is None:
-        raise InputError(
-            "expected values where the critic is apart from the state, got none; "
-            "pass those of critic_apart.values"
-        )
-    adapt = {"base": frozen.base, "lora": recipe.lora}
-    if recipe.critic.shared_trunk:
-        # `state.critic` has only the head: the trunk is not stored twice.
-        trunk = adapted_params(state.policy, **adapt)
-        params = {"trunk": trunk, "score": state.critic["score"]}
-    else:
-        params = adapted_params(state.critic, **adapt)
-    return Critic(params, recipe.critic.model, recipe.critic.after_stop)
-
-
 def values(
     state: TrainState,
     *,
@@ -385,17 +359,33 @@ def values(
 ) -> Array | None:
     """Computes the critic's values of a rollout, as `learn` does if none are passed.
 
-    As a separate program it can run while the host computes the scores.
+    The critic is a model, adapters of the base, or a head on the policy's trunk. As a
+    separate program it can run while the host computes the scores.
 
     Returns:
       f32[B, S], reward units, 0 where a state has no value; None for an algorithm
       without a critic.
+
+    Raises:
+      InputError: the state has no critic.
     """
-    critic = critic_of(state, recipe=recipe, frozen=frozen)
+    critic = recipe.critic
     if critic is None:
         return None
+    if state.critic is None:
+        raise InputError(
+            "expected values where the critic is apart from the state, got none; "
+            "pass those of critic_apart.values"
+        )
+    adapt = {"base": frozen.base, "lora": recipe.lora}
+    if critic.shared_trunk:
+        # `state.critic` has only the head: the trunk is not stored twice.
+        trunk = adapted_params(state.policy, **adapt)
+        params = {"trunk": trunk, "score": state.critic["score"]}
+    else:
+        params = adapted_params(state.critic, **adapt)
     return flow.score.response_values(
-        critic.params,
+        params,
         rollout=rollout,
         model=critic.model,
         max_new_tokens=recipe.max_new_tokens,

@@ -14,7 +14,7 @@ weight                         a function of π_old / μ, as min(π_old / μ, ca
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -47,8 +47,32 @@ class Recompute:
     recomputes: ClassVar[bool] = True
 
 
+class _Weights:
+    """Importance weights by `importance.Correction`, LEVEL_KIND."""
+
+    recomputes: ClassVar[bool] = True
+    levels: ClassVar[tuple[str, ...]] = get_args(TokenLevel)
+    kind: ClassVar[str]
+    # Fields of the subclasses; a truncation has no floor.
+    cap: Any
+    level: Any
+    floor: Any = None
+
+    def __post_init__(self) -> None:
+        # Imported here: most runs sample with the trainer and have no weights.
+        from rlhf_jax.functional.off_policy import importance
+
+        checks.one_of(level=self.level, among=self.levels)
+        importance.check_bounds(self.correction, cap=self.cap, floor=self.floor)
+
+    @property
+    def correction(self) -> Correction:
+        """The formula of the weights (`importance.Correction`)."""
+        return cast("Correction", f"{self.level}_{self.kind}")
+
+
 @dataclasses.dataclass(frozen=True)
-class Truncate:
+class Truncate(_Weights):
     """Importance weights are bounded from above."""
 
     cap: float = 2.0
@@ -56,21 +80,11 @@ class Truncate:
     level: TokenLevel = "token"
     """Ratio that is the weight: of the token, or of its response (sequence)."""
 
-    recomputes: ClassVar[bool] = True
-    floor: ClassVar[None] = None
-
-    def __post_init__(self) -> None:
-        checks.one_of(level=self.level, among=get_args(TokenLevel))
-        _check_bounds(self.correction, cap=self.cap)
-
-    @property
-    def correction(self) -> Correction:
-        """The formula of the weights (`importance.Correction`)."""
-        return "token_truncate" if self.level == "token" else "sequence_truncate"
+    kind: ClassVar[str] = "truncate"
 
 
 @dataclasses.dataclass(frozen=True)
-class Mask:
+class Mask(_Weights):
     """Importance weights are 0 where the ratio is beyond its bounds."""
 
     cap: float
@@ -80,20 +94,11 @@ class Mask:
     level: TokenLevel = "token"
     """Ratio that is the weight: of the token, or of its response (sequence)."""
 
-    recomputes: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        checks.one_of(level=self.level, among=get_args(TokenLevel))
-        _check_bounds(self.correction, cap=self.cap, floor=self.floor)
-
-    @property
-    def correction(self) -> Correction:
-        """The formula of the weights (`importance.Correction`)."""
-        return "token_mask" if self.level == "token" else "sequence_mask"
+    kind: ClassVar[str] = "mask"
 
 
 @dataclasses.dataclass(frozen=True)
-class Reject:
+class Reject(_Weights):
     """Responses whose ratio is beyond its bounds are left out; others have weight 1."""
 
     cap: float
@@ -104,25 +109,8 @@ class Reject:
     """Ratio that is bounded: of the response (sequence), or its geometric mean over
     tokens (geometric)."""
 
-    recomputes: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        checks.one_of(level=self.level, among=get_args(ResponseLevel))
-        _check_bounds(self.correction, cap=self.cap, floor=self.floor)
-
-    @property
-    def correction(self) -> Correction:
-        """The formula of the weights (`importance.Correction`)."""
-        return "sequence_reject" if self.level == "sequence" else "geometric_reject"
-
-
-def _check_bounds(
-    correction: Correction, *, cap: float, floor: float | None = None
-) -> None:
-    # Imported here: most runs sample with the trainer and have no weights.
-    from rlhf_jax.functional.off_policy import importance
-
-    importance.check_bounds(correction, cap=cap, floor=floor)
+    kind: ClassVar[str] = "reject"
+    levels: ClassVar[tuple[str, ...]] = get_args(ResponseLevel)
 
 
 Weighted = Truncate | Mask | Reject

@@ -18,12 +18,13 @@ import jax.numpy as jnp
 
 from rlhf_jax.algorithms import batch, flow
 from rlhf_jax.algorithms.policy_gradient import (
+    algorithm,
     corrections,
     entropy_control,
     routing_replay,
     token_choice,
 )
-from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient, critic_of
+from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.update import shuffle_key, update
 from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.functional import masked
@@ -221,9 +222,6 @@ def make_experience(
       InputError: the scores are not one per row, PPO has neither values nor critic, or
         rewards of several turns come with `fixed_length`.
     """
-    critic = None
-    if values is None:
-        critic = critic_of(state, recipe=recipe, frozen=frozen)
     # The layout of the whole batch: here models read all rows once.
     of_batch = None if packing is None else packing.batch
     rows = rollout.tokens.shape[0]
@@ -277,17 +275,18 @@ def make_experience(
     # sampler's.
     if recipe.recomputes_logprobs:
         rollout = flow.rollout.recompute_logprobs(rollout, params, **reading)
+    if values is None:
+        values = algorithm.values(
+            state, rollout=rollout, recipe=recipe, frozen=frozen, packing=packing
+        )
     scoring = {**reading, "penalty": recipe.penalty, "policy": params}
     scored = flow.score.score(
         rollout,
         replays_reference=replay is not None and replay.reference,
         scores=shaped,
         reference=frozen.reference,
-        critic=None if critic is None else critic.params,
-        critic_model=None if critic is None else critic.model,
         ref_logprobs=None if ref_output is None else ref_output.logprobs,
         values=values,
-        value_after_stop=critic is not None and critic.after_stop,
         turn_rewards=turn_rewards,
         row_mask=row_mask,
         **scoring,

@@ -64,13 +64,7 @@ class Clip:
     @property
     def loss(self) -> Loss:
         """`losses.policy_loss`."""
-        return functools.partial(
-            losses.policy_loss,
-            clip_range=self.clip_range,
-            clip_range_high=self.clip_range_high,
-            dual_clip=self.dual_clip,
-            ratio_level=self.ratio_level,
-        )
+        return functools.partial(losses.policy_loss, **vars(self))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,13 +88,7 @@ class CISPO:
     @property
     def loss(self) -> Loss:
         """`losses.cispo_loss`."""
-        high = self.clip_range_high
-        return functools.partial(
-            losses.cispo_loss,
-            clip_range=self.clip_range,
-            clip_range_high=self.clip_range if high is None else high,
-            ratio_level=self.ratio_level,
-        )
+        return functools.partial(losses.cispo_loss, **vars(self))
 
 
 @dataclasses.dataclass(frozen=True)

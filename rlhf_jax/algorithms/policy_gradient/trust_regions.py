@@ -40,14 +40,7 @@ class DPPO:
         """`policy_losses.dppo_loss`."""
         from rlhf_jax.functional import policy_losses
 
-        high = self.threshold_high
-        return functools.partial(
-            policy_losses.dppo_loss,
-            divergence=self.divergence,
-            threshold=self.threshold,
-            threshold_high=self.threshold if high is None else high,
-            cap=self.cap,
-        )
+        return functools.partial(policy_losses.dppo_loss, **vars(self))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,12 +63,7 @@ class GMPO:
         """`policy_losses.gmpo_loss`."""
         from rlhf_jax.functional import policy_losses
 
-        high = self.clip_range_high
-        return functools.partial(
-            policy_losses.gmpo_loss,
-            clip_range=self.clip_range,
-            clip_range_high=self.clip_range if high is None else high,
-        )
+        return functools.partial(policy_losses.gmpo_loss, **vars(self))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from rlhf_jax.checkpoints import mapping, shards
 from rlhf_jax.checkpoints.hf import casting, layout, multimodal, mxfp4
 from rlhf_jax.checkpoints.hf.casting import SaveDtype
 from rlhf_jax.checkpoints.hf.layout import Leaves, Params, PathLike
-from rlhf_jax.data import hub
+from rlhf_jax.data import hub, tokenization
 from rlhf_jax.devices import processes
 from rlhf_jax.functional.errors import InputError, located
 from rlhf_jax.models.config import ModelConfig
@@ -31,12 +31,10 @@ from rlhf_jax.models.families.options import fields
 from rlhf_jax.runs.proof import exported
 
 _GENERATION = "generation_config.json"
-_DOWNLOADED = [
-    *(layout.CONFIG, mapping.ADAPTER, _GENERATION),
-    *("model*.safetensors", shards.INDEX),
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.*", "merges.txt", "chat_template*"),
-]
+_DOWNLOADED = (
+    *(mapping.ADAPTER, _GENERATION, "model*.safetensors", shards.INDEX),
+    *tokenization.FILES,  # config.json too
+)
 _SHAPE = [layout.CONFIG, mapping.ADAPTER]
 
 

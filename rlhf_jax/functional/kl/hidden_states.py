@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Float32, Int32
 from rlhf_jax.functional import checks, unused_ids
 from rlhf_jax.functional.kl import chunks, passes
 from rlhf_jax.functional.kl.estimators import Direction
+from rlhf_jax.functional.logprob_chunks import chunk_size
 
 Array = jax.Array
 Scalar = checks.Scalar
@@ -267,7 +268,7 @@ def _from_hidden(
         return nothing if tokens is None else (nothing, nothing > 0)
     plan = passes.Plan(
         vocab_size=vocab_size,
-        chunk=_chunk(vocab_size, max_logits // (2 * batch * columns)),
+        chunk=chunk_size(vocab_size, most=max_logits // (2 * batch * columns)),
         forward=direction == "forward",
         k=k,
         head=tokens is not None,
@@ -287,9 +288,3 @@ def _from_hidden(
             *models, tokens=tokens, temperature=temperature, plan=plan
         )
     return jax.tree.map(lambda x: jnp.pad(x, before), results)
-
-
-def _chunk(vocab_size: int, most: int) -> int:
-    """Tokens per chunk, at most `most`. Even chunks overlap the least."""
-    num_chunks = -(-vocab_size // max(1, most))
-    return -(-vocab_size // num_chunks)

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 from rlhf_jax.functional import checks, unused_ids
 from rlhf_jax.functional.kl import mixtures
+from rlhf_jax.functional.logprob_chunks import NOWHERE, scan
 
 Array = jax.Array
-NOWHERE = -1e30  # a logit whose exp is 0; finite, as -inf - -inf is NaN
 
 
 class Plan(NamedTuple):
@@ -242,13 +242,9 @@ def _level(total: _Sum, ref_total: _Sum) -> Array:
     return level + (total.largest - ref_total.largest)
 
 
-def loop(step: Callable[[Any, Array], Any], carry: Any, plan: Plan) -> Any:
+def loop(step: Callable[..., Any], carry: Any, plan: Plan) -> Any:
     """Scans `step` over the indices of the chunks."""
-    num_chunks = -(-plan.vocab_size // plan.chunk)
-    steps = jnp.arange(num_chunks, dtype=jnp.int32)
-    return jax.lax.scan(lambda carry, index: (step(carry, index), None), carry, steps)[
-        0
-    ]
+    return scan(step, carry, size=plan.vocab_size, chunk=plan.chunk)
 
 
 def tokens(index: Array, plan: Plan) -> tuple[Array, Array]:

@@ -87,7 +87,7 @@ def weighted_estimates(
     >>> print(weighted_estimates(Penalty(per="response"), estimator="k1", **arrays).kl)
     [[0. 0. 1.]]
     """
-    cells = _last(mask) if penalty.per == "response" else mask
+    cells = masked.last_true(mask) if penalty.per == "response" else mask
     x = _placed(penalty, log_ratio, mask, cells)
     if exact is not None:
         exact = _placed(penalty, exact, mask, cells)
@@ -245,13 +245,6 @@ def _placed(penalty: Penalty, x: Array, mask: Array, cells: Array) -> Array:
     if penalty.per == "response":
         x = masked.masked_sum(x, mask=mask, axis=1)[:, None]
     return jnp.where(cells, x, 0.0)
-
-
-def _last(mask: Array) -> Array:
-    """bool[B, S], True at the last True of each row only."""
-    columns = jnp.arange(mask.shape[1], dtype=jnp.int32)[None, :]
-    last = jnp.max(columns, axis=1, where=mask, initial=-1, keepdims=True)
-    return columns == last
 
 
 def reward_kl(

@@ -29,7 +29,7 @@ def dppo_loss(
     mask: Bool[Array, "*shape"],
     divergence: Divergence,
     threshold: Scalar,
-    threshold_high: Scalar,
+    threshold_high: Scalar | None = None,
     cap: Scalar,
     **mean: Unpack[Mean],
 ) -> tuple[Float32[Array, ""], Stats]:
@@ -45,7 +45,8 @@ def dppo_loss(
     Args:
       old_logprobs: f32[B, S], nats, log μ of the policy that sampled.
       divergence: D, over two outcomes: the sampled token, and any other.
-      threshold, threshold_high: δ and δ_high; a probability with tv, nats with kl.
+      threshold, threshold_high: δ and δ_high; a probability with tv, nats with kl. None
+        is δ.
       cap: C > 1, the largest weight, dimensionless.
       the others: as in `losses.policy_loss`.
 
@@ -70,6 +71,8 @@ def dppo_loss(
     """
     checks.one_of(divergence=divergence, among=get_args(Divergence))
     checks.positive(threshold=threshold, threshold_high=threshold_high)
+    if threshold_high is None:
+        threshold_high = threshold
     checks.within(above=1, advice="choose 10 or 20", cap=cap)
     log_ratio, advantages = surrogates.masked_inputs(
         logprobs, old_logprobs, advantages, mask

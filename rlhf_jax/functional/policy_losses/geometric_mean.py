@@ -23,7 +23,7 @@ def gmpo_loss(
     advantages: Float32[Array, "B S"],
     mask: Bool[Array, "B S"],
     clip_range: Scalar,
-    clip_range_high: Scalar,
+    clip_range_high: Scalar | None = None,
     **mean: Unpack[Mean],
 ) -> tuple[Float32[Array, ""], Stats]:
     """GMPO, the mean of -A·exp((1/len) Σ_t c(x_t)), x = log π - log π_old.
@@ -33,7 +33,7 @@ def gmpo_loss(
     gradient. A token with A = 0 is clipped by the sign of its response's Σ_t A.
 
     Args:
-      clip_range, clip_range_high: ε and ε_high, nats; published 0.4 both.
+      clip_range, clip_range_high: ε and ε_high, nats; published 0.4 both. None is ε.
       the others: as in `losses.policy_loss`. Published with sequence_mean, under which
         every token of a response carries the response's loss.
 
@@ -61,6 +61,8 @@ def gmpo_loss(
     )
     checks.shape((None, None), mask=mask)
     checks.positive(clip_range=clip_range, clip_range_high=clip_range_high)
+    if clip_range_high is None:
+        clip_range_high = clip_range
     # A token whose A an importance weight set to 0 still has a ratio in the mean.
     whole = advantages.sum(axis=1, keepdims=True)
     clipped = jnp.where(

@@ -23,10 +23,9 @@ import jax.numpy as jnp
 from rlhf_jax.models.config import Experts, ModelConfig
 from rlhf_jax.models.experts import routing
 from rlhf_jax.models.experts.dispatch import mixed
+from rlhf_jax.models.experts.routing import REPLAY, ROUTING
 
 Array = jax.Array
-ROUTING, REPLAY = "routing", "replay"  # collections
-NAME = "experts"  # of the module in a block
 
 
 class Linear(nn.Module):

@@ -15,6 +15,8 @@ from rlhf_jax.models.config import Experts, ModelConfig
 
 Array = jax.Array
 OWN = -1  # in a record of experts: none recorded, the router chooses
+ROUTING, REPLAY = "routing", "replay"  # Linen's collections of a mixture
+NAME = "experts"  # of the mixture's module in a block
 
 
 @flax.struct.dataclass

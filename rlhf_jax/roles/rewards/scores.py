@@ -77,33 +77,31 @@ def scores_of(returned: Array | Scores, *, rows: int | None = None) -> Scores:
         [B, S], or `left_out` is not one bool per row.
     """
     scores = returned if isinstance(returned, Scores) else Scores(total=returned)
-    total, turns, left_out = scores.total, scores.turns, scores.left_out
-    wrong, expected = None, ""
+    total, turns, ends = scores.total, scores.turns, scores.turn_ends
+    left_out, beside = scores.left_out, f"beside {scores.total.shape} totals"
     if rows is not None and total.shape != (rows,):
-        wrong, expected = total, f"the reward to return {rows} numbers, one a response"
-    elif turns is not None and (turns.ndim != 2 or turns.shape[:1] != total.shape):
-        wrong, expected = (
+        raise _unlike(total, f"the reward to return {rows} numbers, one a response")
+    if turns is not None and not _per_token(turns, total):
+        raise _unlike(
             turns,
-            (
-                f"the rewards of turns as f32[B, S] beside {total.shape} totals, one "
-                f"at each turn's last sampled token"
-            ),
+            f"the rewards of turns as f32[B, S] {beside}, one at each turn's last "
+            f"sampled token",
         )
-    elif (ends := scores.turn_ends) is not None and (
-        ends.ndim != 2 or ends.shape[:1] != total.shape or ends.dtype != bool
-    ):
-        wrong = ends
-        expected = f"turn_ends as bool[B, S] beside {total.shape} totals"
-    elif left_out is not None and (
+    if ends is not None and not (_per_token(ends, total) and ends.dtype == bool):
+        raise _unlike(ends, f"turn_ends as bool[B, S] {beside}")
+    if left_out is not None and (
         left_out.shape != total.shape or left_out.dtype != bool
     ):
-        wrong = left_out
-        expected = f"left_out as bool{list(total.shape)}, one a response"
-    if wrong is not None:
-        raise InputError(
-            f"expected {expected}, got {wrong.dtype} of shape {wrong.shape}"
-        )
+        raise _unlike(left_out, f"left_out as bool{list(total.shape)}, one a response")
     return scores
+
+
+def _per_token(x: Array, total: Array) -> bool:
+    return x.ndim == 2 and x.shape[:1] == total.shape
+
+
+def _unlike(x: Array, expected: str) -> InputError:
+    return InputError(f"expected {expected}, got {x.dtype} of shape {x.shape}")
 
 
 def part_stats(scores: Scores) -> masked.Stats:

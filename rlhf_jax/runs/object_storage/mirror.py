@@ -32,12 +32,12 @@ from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.runs import lock, write_errors
 from rlhf_jax.runs.object_storage import urls
-from rlhf_jax.runs.proof.run_files import MANIFEST, SUMMARY, UNFINISHED
+from rlhf_jax.runs.proof.run_files import MANIFEST, SUMMARY
 from rlhf_jax.runs.snapshots.integrity import LIST
+from rlhf_jax.runs.unfinished import DELETED, UNFINISHED
 
 STATE = "state.json"  # beside the spool: its owner, and the files that the bucket has
 ORBAX_UNFINISHED = ".orbax-checkpoint-tmp"
-DELETED = "deleted"  # as in `snapshots.snapshots`, which is slow to import
 FIXED = ("snapshots", "model", "adapter", "reference")  # their files never change
 FIRST = "config.json"  # without it a folder is no run
 Stamp = list[int]  # bytes and time of change [ns] of a local file

@@ -30,6 +30,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import parsing
 from rlhf_jax.runs.proof.run_files import MANIFEST
 from rlhf_jax.runs.snapshots.integrity import LIST
+from rlhf_jax.runs.unfinished import UNFINISHED, replacing
 
 SCHEMES = {"gs": "gcsfs", "s3": "s3fs", "memory": "fsspec"}  # {scheme: package}
 SPOOL = "RLHF_JAX_SPOOL"  # environment variable: the folder of all copies
@@ -219,12 +220,8 @@ def _stays_below(name: str) -> bool:
 def get(url: str, path: Path) -> None:
     """Copies a file from an address in one step: whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
+    with replacing(path, writer=f".{os.getpid()}") as unfinished:
         system(url).get_file(url, str(unfinished))
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def fetched(
@@ -287,7 +284,7 @@ def _copied(folder: Path) -> set[str]:
     """Files of a copy, without those that `get` is writing in any process."""
     paths = (path for path in folder.rglob("*") if path.is_file())
     names = {path.relative_to(folder).as_posix() for path in paths}
-    return {name for name in names if not name.endswith(".tmp")}
+    return {name for name in names if not name.endswith(UNFINISHED)}
 
 
 def _chosen(name: str, *, only: Sequence[str], but: Sequence[str]) -> bool:
@@ -344,6 +341,5 @@ def record(text: bytes) -> dict[str, Any]:
 def write(path: Path, content: Mapping[str, Any]) -> None:
     """Writes a JSON record in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    unfinished.write_text(json.dumps(content), encoding="utf-8")
-    unfinished.replace(path)
+    with replacing(path, writer=f".{os.getpid()}") as unfinished:
+        unfinished.write_text(json.dumps(content), encoding="utf-8")

@@ -14,18 +14,17 @@ from typing import Any, NamedTuple
 
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import lock
 from rlhf_jax.runs.proof import sums
 from rlhf_jax.runs.proof.sums import Sum
 from rlhf_jax.runs.snapshots import resume
 from rlhf_jax.runs.snapshots.integrity import LIST
+from rlhf_jax.runs.unfinished import SET_ASIDE, UNFINISHED
 
 FILES = "files"  # key in a snapshot's meta
 SUMMARY = "summary.json"
 OPTIONS = ("config.json", "data.json")  # written at the start of a run
 MANIFEST = ".sha256"  # beside an exported model: model.sha256
-LOCK = "run.lock"
-UNFINISHED = ".tmp"  # suffix of files that a kill of `folder.write_text` may leave
-ASIDE = ".set-aside"  # as `snapshots.SET_ASIDE`
 ROWS = ".jsonl"
 Meta = Mapping[str, Any]  # of a snapshot
 
@@ -185,8 +184,8 @@ def _present(folder: Path) -> Iterator[str]:
         else:
             listed = len(parts) > 1 and (folder / f"{parts[0]}{MANIFEST}").exists()
         # Not snapshots set aside, which users may delete.
-        aside = any(ASIDE in part for part in parts[2:3])
-        if path.name == LOCK or path.name.endswith(UNFINISHED):
+        aside = any(SET_ASIDE in part for part in parts[2:3])
+        if path.name == lock.NAME or path.name.endswith(UNFINISHED):
             continue
         if parts == (SUMMARY,) or listed or aside:
             continue

@@ -28,6 +28,7 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import StopError
 from rlhf_jax.roles.reference import fingerprint
 from rlhf_jax.runs import parsing
+from rlhf_jax.runs.unfinished import UNFINISHED, replacing
 
 Array = jax.Array
 DIGESTS = "digests"  # key in a snapshot's meta
@@ -81,9 +82,8 @@ def differing(expected: Mapping[str, str], actual: Mapping[str, str]) -> list[st
 
 def write_list(folder: Path) -> None:
     """Writes the list of a complete snapshot in one step."""
-    unfinished = folder / f"{LIST}.tmp"
-    unfinished.write_text(json.dumps(_files(folder)), encoding="utf-8")
-    unfinished.replace(folder / LIST)
+    with replacing(folder / LIST) as unfinished:
+        unfinished.write_text(json.dumps(_files(folder)), encoding="utf-8")
 
 
 def has_list(folder: Path) -> bool:
@@ -134,7 +134,7 @@ def added(folder: Path) -> list[str]:
 def _names(folder: Path) -> Iterator[str]:
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if not path.is_dir() and name not in (LIST, f"{LIST}.tmp"):
+        if not path.is_dir() and name not in (LIST, f"{LIST}{UNFINISHED}"):
             yield name
 
 

@@ -35,12 +35,11 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import write_errors
 from rlhf_jax.runs.snapshots import files, integrity
 from rlhf_jax.runs.snapshots.integrity import DIGESTS
+from rlhf_jax.runs.unfinished import DELETED, SET_ASIDE
 
 Array = jax.Array
 PyTree = Any
 Target = jax.ShapeDtypeStruct | np.ndarray
-SET_ASIDE = ".set-aside"
-DELETED = "deleted"
 
 
 class Snapshots(contextlib.AbstractContextManager[Any]):

@@ -21,7 +21,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from rlhf_jax.functional.errors import InputError
+from rlhf_jax.functional.errors import refuse
 from rlhf_jax.roles.rewards.verifiers import Judged
 from rlhf_jax.verification.code import trial
 from rlhf_jax.verification.code.trial import Ran, Verdict
@@ -61,12 +61,11 @@ class PythonTests:
     counts: ClassVar[Sequence[str]] = ("refused", "code_timed_out", "suspicious")
 
     def __post_init__(self) -> None:
-        for name, most in self._limits.items():
-            if not 0 < most < float("inf"):
-                raise InputError(
-                    f"{name}: expected a finite number above 0, got {most}; choose "
-                    f"{name} > 0"
-                )
+        refuse(
+            f"{name}: expected a finite number above 0, got {most}; choose {name} > 0"
+            for name, most in self._limits.items()
+            if not 0 < most < float("inf")
+        )
 
     def __call__(self, prompt: str, response: str, row: Mapping[str, Any]) -> float:
         return self.judge(prompt, response, row).score

@@ -10,7 +10,6 @@ import toys
 
 from rlhf_jax import critic, frozen
 from rlhf_jax.algorithms.flow import score, shaping
-from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.roles.rewards import no_moments
 
@@ -23,9 +22,21 @@ scored_by = functools.partial(
     score.score,
     scores=SCORES,
     model=toys.GPT2,
-    critic_model=toys.GPT2,
     max_new_tokens=toys.SIZE,
     temperature=0.7,
+)
+
+
+valued = functools.partial(
+    toys.jit(
+        functools.partial(
+            score.response_values,
+            model=toys.GPT2,
+            max_new_tokens=toys.SIZE,
+            after_stop=False,
+        )
+    ),
+    CRITIC,
 )
 
 
@@ -36,7 +47,9 @@ def rollout():
 
 @pytest.fixture(scope="module")
 def scored(rollout):
-    return toys.jit(scored_by)(rollout, reference=REFERENCE, critic=CRITIC)
+    return toys.jit(scored_by)(
+        rollout, reference=REFERENCE, values=valued(rollout=rollout)
+    )
 
 
 def test_every_number_of_a_scored_rollout(scored, rollout):
@@ -59,8 +72,8 @@ def test_every_number_of_a_scored_rollout(scored, rollout):
     tail = dataclasses.replace(
         rollout, tokens=rollout.tokens.at[:, -1].set(12), mask=rollout.mask
     )
-    moved = toys.jit(scored_by)(tail, reference=None, critic=CRITIC)
-    np.testing.assert_allclose(moved.values, scored.values, atol=1e-6)
+    moved = valued(rollout=tail)
+    np.testing.assert_allclose(moved, scored.values, atol=1e-6)
     np.testing.assert_array_equal(scored.scores, SCORES)
     assert scored.rollout.tokens.shape == rollout.tokens.shape
 
@@ -71,10 +84,8 @@ def test_a_reference_of_another_shape(rollout):
     model = dataclasses.replace(toys.LLAMA, hidden_size=32, logit_softcap=3.0)
     reference = frozen.freeze(toys.params(model, seed=7), model=model)
     output = toys.jit(
-        functools.partial(
-            scored_by, penalty=Penalty(value_estimator="exact"), critic_model=None
-        )
-    )(rollout, reference=reference, critic=None, policy=POLICY)
+        functools.partial(scored_by, penalty=Penalty(value_estimator="exact"))
+    )(rollout, reference=reference, policy=POLICY)
     tokens, response = np.asarray(rollout.tokens), np.asarray(rollout.response_mask)
     logits, ref_logits = (
         np.asarray(
@@ -113,30 +124,30 @@ def test_values_are_the_critics_and_masked(scored, rollout):
 def test_kl_of_a_policy_to_itself_is_zero_at_every_temperature(temperature):
     """Uses cached decoding and then the reference's full forward pass."""
     rollout = toys.sampled(POLICY, temperature=temperature)
-    scored = toys.jit(
-        functools.partial(scored_by, temperature=temperature, critic_model=None)
-    )(rollout, reference=toys.freeze(POLICY), critic=None)
+    scored = toys.jit(functools.partial(scored_by, temperature=temperature))(
+        rollout, reference=toys.freeze(POLICY)
+    )
     np.testing.assert_allclose(scored.kl, 0.0, atol=2e-5)
     assert int(rollout.response_mask.sum()) > 4
 
 
-def test_without_reference_and_critic_nothing_runs(rollout):
+def test_without_a_reference_nothing_runs(rollout):
     """The program has no matrix products, which only models would have."""
 
-    def operations(reference, critic):
-        jaxpr = jax.make_jaxpr(scored_by)(rollout, reference=reference, critic=critic)
+    def operations(reference):
+        jaxpr = jax.make_jaxpr(scored_by)(rollout, reference=reference)
         return str(jaxpr).count("dot_general")
 
-    assert operations(None, None) == 0
-    assert 0 < operations(REFERENCE, None) < operations(REFERENCE, CRITIC)
-    bare = scored_by(rollout, reference=None, critic=None)
+    assert operations(None) == 0
+    assert operations(REFERENCE) > 0
+    bare = scored_by(rollout, reference=None)
     assert (bare.ref_logprobs, bare.kl, bare.values) == (None, None, None)
 
 
 def test_no_gradient_reaches_the_reference(rollout):
     def total(stored):
         reference = dataclasses.replace(REFERENCE, stored=stored)
-        scored = scored_by(rollout, reference=reference, critic=None)
+        scored = scored_by(rollout, reference=reference)
         return (scored.ref_logprobs * scored.kl).sum()
 
     grads = toys.jit(jax.grad(total))(REFERENCE.stored)
@@ -148,7 +159,7 @@ def test_the_estimator_is_the_callers(scored, rollout):
         functools.partial(
             scored_by, penalty=Penalty(value_estimator="k3", placement="both")
         )
-    )(rollout, reference=REFERENCE, critic=None)
+    )(rollout, reference=REFERENCE)
     expected = oracles.k3(rollout.old_logprobs, scored.ref_logprobs)
     np.testing.assert_allclose(cubed.kl, expected, rtol=1e-4, atol=1e-6)
 
@@ -158,7 +169,7 @@ def test_a_penalty_that_acts_nowhere_is_measured(rollout):
     def under(placement):
         penalty = Penalty(value_estimator="exact", placement=placement, clip=0.1)
         return toys.jit(functools.partial(scored_by, penalty=penalty))(
-            rollout, reference=REFERENCE, critic=None, policy=POLICY
+            rollout, reference=REFERENCE, policy=POLICY
         )
 
     acting, idle = under("reward"), under(None)
@@ -199,17 +210,12 @@ def test_a_stop_token_in_the_prompt_or_the_padding_ends_nothing(rollout):
 @pytest.mark.parametrize("shape", [(4, 1), (3,), ()])
 def test_scores_of_another_shape(rollout, shape):
     with pytest.raises(ValueError, match=r"scores: expected shape \(4\), got"):
-        scored_by(rollout, scores=jnp.zeros(shape), reference=None, critic=None)
+        scored_by(rollout, scores=jnp.zeros(shape), reference=None)
 
 
 def test_scores_cut_to_integers(rollout):
     with pytest.raises(TypeError, match="scores: expected float32, got int32"):
-        scored_by(rollout, scores=SCORES.astype(jnp.int32), reference=None, critic=None)
-
-
-def test_a_critic_without_its_shape(rollout):
-    with pytest.raises(checks.InputError, match="the critic's shape with the critic"):
-        scored_by(rollout, reference=None, critic=CRITIC, critic_model=None)
+        scored_by(rollout, scores=SCORES.astype(jnp.int32), reference=None)
 
 
 def test_exact_kl_is_told_as_a_sum_over_responses(rollout, monkeypatch):
@@ -219,7 +225,6 @@ def test_exact_kl_is_told_as_a_sum_over_responses(rollout, monkeypatch):
     output = scored_by(
         rollout,
         reference=REFERENCE,
-        critic=None,
         policy=POLICY,
         penalty=Penalty("exact"),
     )
@@ -230,7 +235,6 @@ def test_exact_kl_is_told_as_a_sum_over_responses(rollout, monkeypatch):
     least = scored_by(  # of the top k it is a lower bound, and not told as exact
         rollout,
         reference=REFERENCE,
-        critic=None,
         policy=POLICY,
         penalty=Penalty("exact", top_k=3),
     )

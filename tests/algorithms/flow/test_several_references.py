@@ -44,8 +44,6 @@ def scored(penalty=IN_REWARD, *, ref_logprobs=FIRST):
         rollout,
         scores=jnp.zeros(2, jnp.float32),
         reference=None,
-        critic=None,
-        critic_model=None,
         penalty=penalty,
         ref_logprobs=None if ref_logprobs is None else jnp.asarray(ref_logprobs),
         **SHAPE,

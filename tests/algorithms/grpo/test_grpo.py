@@ -88,8 +88,6 @@ def scored():
         scores=even(answered),
         reference=toys.freeze(OTHER),
         model=toys.GPT2,
-        critic=None,
-        critic_model=None,
         max_new_tokens=toys.SIZE,
         temperature=0.7,
     )

@@ -509,6 +509,12 @@ def test_the_kl_of_a_controller_is_per_response_that_is_trained_on():
             "normalise: expected another than 'each' with a KL in the reward",
         ),
         (
+            lambda: grpo.GroupRecipe(
+                kl_to_go=True, normalise="group", baseline="leave_one_out"
+            ),
+            r"kl_to_go: expected a KL in the reward .*\nnormalise: expected 'rollout'",
+        ),
+        (
             lambda: dataclasses.replace(grpo.GDPO, scores=ScoreShaping(clip=1.0)),
             "options of scores, which are about the sum of the rewards",
         ),

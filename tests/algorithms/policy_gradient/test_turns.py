@@ -574,8 +574,6 @@ def test_an_episode_that_never_began_is_in_no_mean_of_the_kl(monkeypatch):
         rollout,
         scores=jnp.zeros(6),
         reference=models()[2],
-        critic=None,
-        critic_model=None,
         row_mask=begun.any(axis=1),
         **options,
     )

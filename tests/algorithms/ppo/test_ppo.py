@@ -733,6 +733,14 @@ def test_sizes_that_do_not_divide_stop_before_sampling(changes, message, experie
             {"fixed_length": FixedLength(), "stop_ids": ()},
             "fixed_length: expected stop_ids",
         ),
+        (
+            {
+                "fixed_length": FixedLength(),
+                "stop_ids": (),
+                "aggregation": "prompt_mean",
+            },
+            r"fixed_length: expected stop_ids .*\naggregation: expected groups",
+        ),
         ({"max_ratio_mean": 0.5}, "max_ratio_mean: expected a number above 1"),
         ({"stop_approxkl": 0.0}, "stop_approxkl: expected a finite number above 0"),
         ({"entropy_coef": -0.1}, "entropy_coef: expected a finite number, 0 or more"),

@@ -623,8 +623,6 @@ def kl_terms(answered):
             scores=jnp.asarray(SCORES),
             reference=reference,
             model=toys.GPT2,
-            critic=None,
-            critic_model=None,
             max_new_tokens=SIZE,
             temperature=temperature,
             penalty=penalty,

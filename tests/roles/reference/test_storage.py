@@ -256,9 +256,7 @@ def test_log_probs_computed_beside_give_the_score_to_the_bit():
     back = jax.device_put(beside, rollout.old_logprobs.sharding)
 
     def scored(reference, ref_logprobs):
-        return toys.jit(
-            functools.partial(score.score, critic=None, critic_model=None, **options)
-        )(
+        return toys.jit(functools.partial(score.score, **options))(
             rollout,
             scores=jnp.zeros(4),
             reference=reference,
@@ -413,8 +411,13 @@ def test_no_loss_moves_the_reference(name):
             scores=jnp.arange(4.0),
             reference=reference,
             model=model,
-            critic=critic,
-            critic_model=model,
+            values=score.response_values(
+                critic,
+                rollout=rollout,
+                model=model,
+                max_new_tokens=toys.SIZE,
+                after_stop=False,
+            ),
             max_new_tokens=toys.SIZE,
             temperature=0.7,
             penalty=options.penalty,
