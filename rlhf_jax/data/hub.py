@@ -53,7 +53,7 @@ def folder(path_or_repo_id: str | os.PathLike[str], *, patterns: Sequence[str]) 
     if is_file:
         why = ", which is a file; give the folder that holds it"
     elif not _ID.fullmatch(name):
-        why = "; that looks like a path, and there is no such folder"
+        why = "; that looks like a path, and there is no such folder; correct it"
     elif "/" not in name and name not in OWNERLESS and not _cached(name):
         why = f"; there is no such folder in {Path.cwd()}, and no OWNER/ of the hub"
         why += "; correct the path"

@@ -448,7 +448,7 @@ def test_what_is_neither_folder_nor_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where there is no folder of that name
     with pytest.raises(InputError, match=r"'runs/sft'; .* the hub says: no connection"):
         hf.load("runs/sft")
-    with pytest.raises(InputError, match=r"there is no such folder$"):
+    with pytest.raises(InputError, match=r"there is no such folder; correct it$"):
         hf.load(tmp_path / "missing")
 
 
