@@ -399,7 +399,7 @@ class Block(nn.Module):
             x = x + Norm(model, name="per_layer_norm")(added)
         if model.layer_scale:
             scale = self.param("layer_scale", nn.initializers.ones, (1,), jnp.float32)
-            # A buffer of theirs, which no optimizer moves.
+            # A buffer in transformers; see also `optimizers.keep_buffers`.
             x = x * jax.lax.stop_gradient(scale).astype(x.dtype)[None]
         return x.reshape(rows, columns - first, size), kept
 
