@@ -274,7 +274,7 @@ class MLP(nn.Module):
 
 
 class PerLayer(nn.Module):
-    """output(act(gate x) · own), of what a layer has of its own of each token."""
+    """output(act(gate x) · own), own being the layer's embedding of each token."""
 
     model: ModelConfig
 
