@@ -89,6 +89,22 @@ def are_matrices(params: Params) -> Params:
     )
 
 
+def keep_buffers() -> optax.GradientTransformation:
+    """Sets updates of `layer_scale` to 0. To be chained last.
+
+    It is a buffer of a checkpoint without a gradient: weight decay alone would move it.
+    """
+
+    def of(path: Any, leaf: Array) -> Array:
+        fixed = getattr(path[-1], "key", None) == "layer_scale"
+        return jnp.zeros_like(leaf) if fixed else leaf
+
+    def kept(updates: optax.Updates, _: optax.Params | None) -> optax.Updates:
+        return jax.tree_util.tree_map_with_path(of, updates)
+
+    return optax.stateless(kept)
+
+
 def muon(
     learning_rate: optax.ScalarOrSchedule,
     *,

@@ -133,7 +133,8 @@ def save(
         "base_model_name_or_path": base_name,
         "r": lora.rank,
         "lora_alpha": _number(lora.alpha),
-        "target_modules": [linear.pattern for linear in adapted],
+        # Layers of several kinds have one name.
+        "target_modules": [*dict.fromkeys(linear.pattern for linear in adapted)],
         "rank_pattern": {name: n * lora.rank for name, n in fused.items()},
         "alpha_pattern": {name: _number(n * lora.alpha) for name, n in fused.items()},
         "modules_to_save": ["score"] if "score" in adapters else None,

@@ -274,7 +274,7 @@ class MLP(nn.Module):
 
 
 class PerLayer(nn.Module):
-    """output(act(gate x) · own), of what a layer has of its own of each token."""
+    """output(act(gate x) · own), own being the layer's embedding of each token."""
 
     model: ModelConfig
 
@@ -402,7 +402,7 @@ class Block(nn.Module):
             x = x + Norm(model, name="per_layer_norm")(added)
         if model.layer_scale:
             scale = self.param("layer_scale", nn.initializers.ones, (1,), jnp.float32)
-            # A buffer of theirs, which no optimizer moves.
+            # A buffer in transformers; see also `optimizers.keep_buffers`.
             x = x * jax.lax.stop_gradient(scale).astype(x.dtype)[None]
         return x.reshape(rows, columns - first, size), kept
 

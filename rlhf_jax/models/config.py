@@ -163,8 +163,8 @@ class ModelConfig:
     keys_as_values: bool = False  # values are the keys: there is no value projection
     value_norm: bool = False  # values are divided by their RMS, without a scale
     layer_scale: bool = False  # a scalar without gradient multiplies a layer's output
-    # The last layers have no keys and values. Each reads those of the last layer before
-    # them that is, as it is, local or global.
+    # Number of last layers without keys and values of their own. Each reads those of
+    # the last layer before them of its kind, local or global.
     shared_layers: int = 0
     wide_shared_mlp: bool = False  # the MLP of shared layers is 2 F wide
     # P, the width of the token embedding that every layer has (Gemma 3n); None: none.

@@ -12,6 +12,7 @@ much.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -62,7 +63,7 @@ def token(
     sums = 2 * model.num_layers + 1
     return Token(
         weights=weight_bytes * matrix_numbers(model, rows=own) // mesh.tensor,
-        cache=workload.cache_bytes(model, rows=own, columns=columns)
+        cache=_cache_read(model, rows=own, columns=columns)
         // heads_devices(model, mesh),
         # An all-reduce sends twice; logits are sent once, to where rows are drawn.
         sent=(2 * sums * activations + logits) * others / mesh.tensor,
@@ -101,10 +102,16 @@ def least_bytes(
         return least
     # Windows make the bytes concave in the columns: the ends' mean is a lower bound.
     ends = (
-        workload.cache_bytes(model, rows=rows, columns=columns)
+        _cache_read(model, rows=rows, columns=columns)
         for columns in (prompt + 1, prompt + turns)
     )
     return least + sum(ends) / 2 / cache_devices(model, mesh)
+
+
+def _cache_read(model: ModelConfig, *, rows: int, columns: int) -> int:
+    """Bytes of keys and values that all layers read; shared ones are read again."""
+    own = dataclasses.replace(model, shared_layers=0)
+    return workload.cache_bytes(own, rows=rows, columns=columns)
 
 
 def cache_devices(model: ModelConfig, mesh: MeshShape) -> int:

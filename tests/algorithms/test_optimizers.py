@@ -12,6 +12,7 @@ import pytest
 from rlhf_jax.algorithms import optimizers
 from rlhf_jax.functional import checks
 from rlhf_jax.roles.reference import storage
+from rlhf_jax.train.config import optimizer as options
 
 RNG = np.random.default_rng(0)
 # Large, near eps and far below it, where the place of eps is all that counts.
@@ -139,6 +140,28 @@ def test_m_nears_a_constant_gradient_and_v_follows_it():
     expected = squares + 0.999**100 * (1 - squares)
     np.testing.assert_allclose(opt[0].nu["x"], expected, rtol=1e-4)
     assert bfloat16(0.999 * 1 + 0.001 * 4) == 1
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        options.AdamW(weight_decay=0.5),
+        options.Muon(weight_decay=0.5),
+        options.Adafactor(weight_decay=0.5),
+    ],
+)
+def test_weight_decay_does_not_move_a_buffer(rule):
+    """`layer_scale` has no gradient; other parameters without one decay."""
+    params = {
+        "layers": {"layer_scale": jnp.full((2, 1), 0.3), "bias": jnp.ones((2, 3))}
+    }
+    chosen = options.Optimizer(learning_rate=0.1, optimizer=rule)
+    updates = chosen.make(1)
+    step, _ = updates.update(
+        jax.tree.map(jnp.zeros_like, params), updates.init(params), params
+    )
+    assert not np.any(step["layers"]["layer_scale"])
+    assert np.all(step["layers"]["bias"] < 0)
 
 
 def test_standard_is_optax_s_own_to_the_bit():

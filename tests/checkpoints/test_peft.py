@@ -172,6 +172,20 @@ def test_what_is_written_is_read_back_to_the_bit(tmp_path, model, options):
 
 
 @pytest.mark.slow
+def test_layers_of_several_kinds_have_one_name_and_come_back(tmp_path):
+    """Gemma 4 E2B: local, global and shared layers are all "self_attn.q_proj"."""
+    model, params = hf.load(FIXTURES / "gemma4_e2b", dtype="float32")
+    options, base = LoRA(rank=2, alpha=3.0), toys.freeze(params)
+    start = lora.init(jax.random.key(0), model=model, lora=options)
+    adapters = toys.perturbed(start, seed=0, scale=0.2)
+    save(tmp_path / "out", adapters, model=model, options=options, base=base)
+    names = json.loads((tmp_path / "out" / CONFIG).read_text())["target_modules"]
+    assert names.count("self_attn.q_proj") == 1
+    again, loaded = peft.load(tmp_path / "out", model=model, base=base)
+    assert again == options
+    chex.assert_trees_all_equal(loaded, adapters)
+
+
 def test_three_adapters_of_gpt2_become_one_of_three_times_the_rank(tmp_path):
     """lora_B · lora_A is the three changes side by side, with their scales."""
     model, options = tiny.GPT2, LoRA(rank=2, alpha=3.0)

@@ -84,6 +84,15 @@ def test_by_hand_a_column_is_read_from_when_it_is_filled():
     assert least(MeshShape(), model=windowed) == at_least
 
 
+def test_shared_layers_read_a_cache_again():
+    """Gemma 4 E2B: 28 of 35 layers see 512 columns, by a head of 256; 7 see 2048."""
+    model = dataclasses.replace(registry.KNOWN["gemma-4-e2b"], dtype="bfloat16")
+    read = decoding.token(
+        model, mesh=MeshShape(), rows=64, columns=2048, weight_bytes=2
+    )
+    assert read.cache == 2 * 2 * 64 * (28 * 256 * 512 + 7 * 512 * 2048)
+
+
 def test_experts_that_rows_meet_are_read_once():
     """Qwen3-30B-A3B: in each of 48 layers a row uses 8 of 128 experts."""
     model = registry.KNOWN["qwen3-30b-a3b"]

@@ -217,9 +217,10 @@ class Optimizer:
         """Returns clipping, update rule and schedule of a run of `updates` updates."""
         schedule = self.schedule.make(self.learning_rate, updates)
         rule = self.optimizer.make(schedule)
-        if self.max_grad_norm is None:
-            return rule
-        return optax.chain(optax.clip_by_global_norm(self.max_grad_norm), rule)
+        clip = []
+        if self.max_grad_norm is not None:
+            clip = [optax.clip_by_global_norm(self.max_grad_norm)]
+        return optax.chain(*clip, rule, optimizers.keep_buffers())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

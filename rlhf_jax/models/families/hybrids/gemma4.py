@@ -49,7 +49,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     types = config.get("layer_types")
     model = windows.from_hf(
         model,
-        # The last is global whatever they say, as in transformers.
+        # transformers, too, makes the last layer global in any case.
         config if types is None else {"layer_types": [*types[:-1], "full_attention"]},
         window=config["sliding_window"],
         default=lambda n: (n + 1) % 6 != 0 and n != model.num_layers - 1,
