@@ -387,7 +387,7 @@ def test_a_plan_takes_the_command_of_its_run(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], r"expected a command to plan, one of sft, .*, got None"),
+        ([], r"expected a command to plan, one of sft, .*, got none; write it first"),
         (["forget"], r"expected a command to plan, .* got forget"),
     ],
 )

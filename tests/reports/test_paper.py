@@ -621,7 +621,7 @@ def test_nothing_is_cut_off_a_figure(tmp_path):
     [
         (
             ["none"],
-            "none/sweep.json: expected the sweep.json of a sweep, got one that cannot",
+            "none/sweep.json: expected the sweep.json of a sweep, got a file that",
         ),
         (["old"], "got those of an older version, which kept none; give the command"),
         (["bad"], "of a sweep, got one without trainer"),

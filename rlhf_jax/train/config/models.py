@@ -175,7 +175,7 @@ class KL:
     """The KL coefficient β and its control; options of the penalty are the method's."""
 
     kl_coef: float | None = None
-    """KL coefficient β, reward units per nat; None is 0.05 with a reference (0.1 in
+    """KL coefficient β, reward units per nat. None is 0.05 with a reference (0.1 in
     online-dpo, 1 in distill), and 0 without one or with --penalty.placement None. At 0
     the KL is still measured."""
     kl_control: Control = Fixed()

@@ -214,7 +214,7 @@ class Rewards(Workers):
     combine=mean, minimum, mean_minus_std (with std_coef=1) or entropic (with risk=1,
     reward units: the smaller, the closer to the minimum). None has none."""
     reward: str | None = None
-    """Python function that scores texts, module:function; None uses none."""
+    """Python function that scores texts, module:function. None uses none."""
     verifier: Verifier | None = None
     """Verifier: gsm8k, integer, exact, or module:function. Installed packages add names
     (`rlhf-jax new reward`). Options: answer_field=answer, the field of a row with its
