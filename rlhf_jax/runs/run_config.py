@@ -35,7 +35,7 @@ class RunConfig:
     seed: int = 0
     """Seed of every random number."""
     resume: bool = False
-    """Whether to continue the run in --out from its newest snapshot."""
+    """Continue the run in --out from its newest snapshot."""
     resume_from: int | None = None
     """Step of an older snapshot to resume from, where the newest is damaged; 0 restarts
     the stage."""

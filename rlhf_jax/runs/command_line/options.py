@@ -150,7 +150,10 @@ def _options(kind: type[Any], *, prefix: str = "--") -> set[str]:
 
 
 def _notes(presets: Presets) -> list[str]:
-    recipes = f"--preset NAME starts from a published recipe: {', '.join(presets)}."
+    names = [*presets]
+    more = f" and {len(names) - 8} others" if len(names) > 9 else ""
+    shown = ", ".join(names[:8] if more else names)
+    recipes = f"--preset NAME starts from a published recipe: {shown}{more}."
     return [
         *([recipes] if presets else []),
         "--config FILE reads options from TOML, YAML or JSON; RUN/config.json "

@@ -193,7 +193,7 @@ class Optimizer:
     """How parameters are updated from their gradients."""
 
     learning_rate: float = 3e-6
-    """Peak learning rate, reached after the warm-up."""
+    """Peak learning rate, after the warm-up."""
     optimizer: Rule = Adam()
     """Update rule: adam, adamw, tf_adam, adafactor, muon, or module:function. Options
     follow, as eps=, b1=, b2=, mu_dtype= and weight_decay=."""

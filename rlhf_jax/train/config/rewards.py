@@ -205,7 +205,7 @@ class Rewards(Workers):
     """The rewards that are maximised, less the KL penalty."""
 
     rewards: Listed = ()
-    """Weighted list of rewards, each NAME=KIND:SOURCE,weight=W. Each is logged as
+    """Rewards to add up, each NAME=KIND:SOURCE,weight=W. Each is logged as
     reward/NAME, without its weight. KIND:SOURCE is model:CHECKPOINT (or
     model:A+B,combine=minimum), function:module:name, verifier:NAME (answer_field=,
     unmarked=), length, or environment."""

@@ -90,7 +90,7 @@ class Watch(WatchTexts):
     their mean score, the share of rows with a score above 0 among them (pass@k) and
     their KL."""
     judge: str | None = None
-    """Second reward that shows reward hacking, module:function. It is not trained on.
+    """Reward that reveals hacking, module:function. It is not trained on.
     None has no judge."""
     judge_failure: Literal["stop", "warn"] = "stop"
     """Treatment of a judge that fails: stop ends the run, warn leaves out that
