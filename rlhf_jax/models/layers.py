@@ -221,7 +221,7 @@ def _layer(
 
 
 def block_of(model: ModelConfig, layer: int) -> blocks.Block:
-    """The block of a layer, from 0; of any where all are of one kind."""
+    """The block of a layer, from 0."""
     if not model.by_kind:
         return blocks.Block(model)
     if not model.is_recurrent(layer):
@@ -368,7 +368,7 @@ def _by_runs(
 
 
 def joined(runs: Sequence[Params]) -> Params:
-    """{module: leaves [n, ...]} of runs, each of which has them of its own layers."""
+    """Concatenates runs of layers, {module: leaves [n, ...]} over all their layers."""
     modules = dict.fromkeys(module for run in runs for module in run)
     return {
         module: jax.tree.map(
@@ -381,14 +381,7 @@ def joined(runs: Sequence[Params]) -> Params:
 
 def stacked(layers: Sequence[Params]) -> Params:
     """Stacks layers, {module: leaves [n, ...]} over the n that have the module."""
-    modules = dict.fromkeys(module for layer in layers for module in layer)
-    return {
-        module: jax.tree.map(
-            lambda *leaves: jnp.stack(leaves),
-            *(layer[module] for layer in layers if module in layer),
-        )
-        for module in modules
-    }
+    return joined([jax.tree.map(lambda leaf: leaf[None], layer) for layer in layers])
 
 
 def unstack(

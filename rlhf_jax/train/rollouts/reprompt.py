@@ -30,10 +30,7 @@ SHORTEST = "x"  # around an empty response the newlines could merge into fewer t
 
 
 class Reprompt:
-    """Writes and encodes prompts with demonstrations.
-
-    Source of the template: Hübotter et al. 2026, arXiv:2601.20802.
-    """
+    """Writes and encodes prompts by the template of Hübotter et al. 2601.20802."""
 
     def __init__(
         self,
