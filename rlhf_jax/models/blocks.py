@@ -18,20 +18,17 @@ import jax.numpy as jnp
 
 from rlhf_jax.models import layout
 from rlhf_jax.models.attention import (
-    AttentionMask,
-    Cached,
     Pages,
-    append,
     append_to_pages,
     attend,
     attend_to,
     attend_to_pages,
 )
-from rlhf_jax.models.caches import DeltaState, Kept
+from rlhf_jax.models.caches import Cached, DeltaState, Kept, append
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.experts import NOTHING, OWN, Given, Routing
 from rlhf_jax.models.experts.routing import NAME, REPLAY, ROUTING
-from rlhf_jax.models.positions import rotate
+from rlhf_jax.models.positions import AttentionMask, rotate
 
 Array = jax.Array
 INIT_STD = 0.02  # Radford et al. 2019

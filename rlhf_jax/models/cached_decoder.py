@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from flax import traverse_util
 
 from rlhf_jax.models import axes, blocks, decoder, leaves, per_layer
-from rlhf_jax.models.attention import KeyValue, Pages
-from rlhf_jax.models.caches import Caches, DeltaState, Kept, blank_state, near
+from rlhf_jax.models.attention import Pages
+from rlhf_jax.models.caches import Caches, DeltaState, Kept, KeyValue, blank_state, near
 from rlhf_jax.models.config import ATTENTIONS, ModelConfig
 from rlhf_jax.models.experts import Given
 from rlhf_jax.models.layers import Sights, block_of, in_periods, unstack

@@ -25,11 +25,10 @@ import jax.numpy as jnp
 from rlhf_jax.functional import unused_ids
 from rlhf_jax.functional.errors import refuse
 from rlhf_jax.models import axes, blocks, layers, layout, leaves, per_layer
-from rlhf_jax.models.attention import AttentionMask, mask_of
 from rlhf_jax.models.axes import Cut
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.experts import Given, Routing, routing_faults
-from rlhf_jax.models.positions import angles, positions_of
+from rlhf_jax.models.positions import AttentionMask, angles, mask_of, positions_of
 
 Array = jax.Array
 Params = Any  # nested dict of arrays

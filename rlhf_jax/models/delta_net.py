@@ -30,10 +30,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models.attention import AttentionMask
 from rlhf_jax.models.blocks import Linear, rematerialised, residual_std
 from rlhf_jax.models.caches import DeltaState, blank_state
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.positions import AttentionMask
 
 Array = jax.Array
 CHUNK = 64  # tokens at a time, a power of two

@@ -24,10 +24,9 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.models import axes, blocks, leaves
-from rlhf_jax.models.attention import AttentionMask
 from rlhf_jax.models.config import ModelConfig, Remat
 from rlhf_jax.models.experts import NOTHING, Given, Routing
-from rlhf_jax.models.positions import angles, unless
+from rlhf_jax.models.positions import AttentionMask, angles, unless
 
 Array = jax.Array
 Params = Any  # nested dict of arrays

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 
 from rlhf_jax.functional.errors import refuse
 from rlhf_jax.models import axes
-from rlhf_jax.models.attention import Columns, ring
+from rlhf_jax.models.attention import ring
 from rlhf_jax.models.cached_decoder import Seen
-from rlhf_jax.models.caches import Caches, Kept, as_cached, blank, width
+from rlhf_jax.models.caches import Caches, Columns, Kept, as_cached, blank, width
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation import page_table
 from rlhf_jax.models.generation.page_table import PageTable, pages_of
