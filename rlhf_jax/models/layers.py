@@ -109,11 +109,12 @@ def run(
         def of_kinds(
             x: Array, layer: Sequence[Params], number: int, shared: Any
         ) -> tuple[Any, Any]:
+            params, *more = layer
             sight = sights.of(number, model=model)
             own = functools.partial(_layer, model=model, sight=sight, number=number)
-            more = [one["per_layer"] for one in layer[1:]] or [None]
+            own_input = more[0]["per_layer"] if more else None
             cache = shared.get(model.is_local(number))
-            x, (kept, _) = rematerialised(own)(x, layer[0], NOTHING, *more, cache)
+            x, (kept, _) = rematerialised(own)(x, params, NOTHING, own_input, cache)
             return x, {model.mixer(number): kept} if cache is None else {}
 
         stacks = [layers] if per_layer is None else [layers, {"per_layer": per_layer}]
@@ -329,13 +330,12 @@ def part_of(stack: Params, *, model: ModelConfig, first: int, count: int) -> Par
     """A stack of the layers of one of `model.parts` alone."""
     parts = {}
     for module, tree in stack.items():
-        places = [first <= n < first + count for n in model.layers_of(module)]
-        if any(places):
-            at = slice(places.index(True), places.index(True) + sum(places))
-            whole = all(places)
-            parts[module] = (
-                tree if whole else jax.tree.map(lambda leaf, at=at: leaf[at], tree)
-            )
+        has = model.layers_of(module)
+        at = slice(*(sum(n < end for n in has) for end in (first, first + count)))
+        if has[at] == has:
+            parts[module] = tree
+        elif has[at]:
+            parts[module] = jax.tree.map(lambda leaf, at=at: leaf[at], tree)
     return parts
 
 
@@ -352,17 +352,14 @@ def _by_runs(
     stacks: Sequence[Params], runs: Sequence[int], *, model: ModelConfig, first: int
 ) -> list[list[Params]]:
     """For each run, {module: leaves [n, ...]} of its n layers from each stack."""
-    ends = [first + end for end in itertools.accumulate(runs)]
-    starts = [end - size for end, size in zip(ends, runs, strict=True)]
+    bounds = [first + end for end in itertools.accumulate(runs, initial=0)]
 
     def of(stack: Params) -> list[Params]:
         parts: list[Params] = [{} for _ in runs]
         for module, tree in stack.items():
             has = model.layers_of(module)
-            counts = [
-                sum(start <= layer < end for layer in has)
-                for start, end in zip(starts, ends, strict=True)
-            ]
+            places = [sum(n < bound for n in has) for bound in bounds]
+            counts = [stop - start for start, stop in itertools.pairwise(places)]
             leaves, structure = jax.tree.flatten(tree)
             # The gradient of a split is one concatenation.
             split = [jax.lax.split(leaf, counts, axis=0) for leaf in leaves]
