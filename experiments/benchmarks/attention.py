@@ -22,8 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.functional import checks
-from rlhf_jax.models.attention import AttentionMask, attend_xla
+from rlhf_jax.models.attention import attend_xla
 from rlhf_jax.models.attention.blockwise import attend_blockwise
+from rlhf_jax.models.positions import AttentionMask
 from rlhf_jax.runs import command_line, report
 from rlhf_jax.runs.folder import open_run, write_summary
 from rlhf_jax.runs.run_config import RunConfig

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -53,43 +53,26 @@ ACTIVATION_AXES = (*ROW_AXES, CONTEXT_AXIS)
 TENSOR_AXIS = "tensor"  # shares heads and widths
 VOCABULARY_AXIS = TENSOR_AXIS  # shares the tokens of a vocabulary
 
-_LINEAR = {  # of a layer: (input axis, output axis)
-    **{
-        (module, name): axes
-        for module in ATTENTIONS
-        for name, axes in {
-            "query": ("embed", "heads"),
-            "key": ("embed", "kv_heads"),
-            "value": ("embed", "kv_heads"),
-            "gate": ("embed", "heads"),
-            "output": ("heads", "embed"),
-        }.items()
-    },
-    **{
-        ("delta_net", name): ("embed", "heads")
-        for name in ("query", "key", "value", "gate")
-    },
-    # One number per head.
-    **{("delta_net", name): ("embed", None) for name in ("beta", "decay")},
-    ("delta_net", "output"): ("heads", "embed"),
-    **{(module, name): ("embed", "mlp") for module in MLPS for name in ("up", "gate")},
-    **{(module, "down"): ("mlp", "embed") for module in MLPS},
-    ("per_layer", "gate"): ("embed", None),
-    ("per_layer", "output"): (None, "embed"),
-}
-_EXPERTS = {  # of one expert
-    ("up", "kernel"): ("embed", "mlp"),
-    ("gate", "kernel"): ("embed", "mlp"),
-    ("down", "kernel"): ("mlp", "embed"),
-    ("up", "bias"): ("mlp",),
-    ("gate", "bias"): ("mlp",),
-    ("down", "bias"): (None,),
-}
+
+def _linear(
+    modules: tuple[str, ...],
+    names: Mapping[str, tuple[str | None, str | None]],
+    stacked: Names = ("layers",),
+) -> dict[tuple[str, ...], Names]:
+    """Kernels and biases of modules, from {name: (input axis, output axis)}."""
+    leaves: dict[tuple[str, ...], Names] = {}
+    for module in modules:
+        for name, (into, out) in names.items():
+            leaves[module, name, "kernel"] = *stacked, into, out
+            leaves[module, name, "bias"] = *stacked, None if out == "embed" else out
+    return leaves
+
+
+_MLP = {"up": ("embed", "mlp"), "gate": ("embed", "mlp"), "down": ("mlp", "embed")}
 _NORMS = (
     *((module, f"{name}_norm") for module in ATTENTIONS for name in ("query", "key")),
-    ("per_layer_norm",),
-    *(("attention_norm",), ("mlp_norm",)),
-    *(("attention_post_norm",), ("mlp_post_norm",)),
+    *(("attention_norm",), ("attention_post_norm",)),
+    *(("mlp_norm",), ("mlp_post_norm",), ("per_layer_norm",)),
 )
 # By the end of the path. Layers are stacked: their first axis is "layers".
 PARAMETERS: dict[tuple[str, ...], Names] = {
@@ -98,30 +81,40 @@ PARAMETERS: dict[tuple[str, ...], Names] = {
     ("embed", "per_layer"): ("vocab", "embed"),
     ("per_layer_mix", "kernel"): ("embed", None),
     ("per_layer_mix", "scale"): (None,),
+    **_linear(
+        ATTENTIONS,
+        {
+            "query": ("embed", "heads"),
+            "key": ("embed", "kv_heads"),
+            "value": ("embed", "kv_heads"),
+            "gate": ("embed", "heads"),
+            "output": ("heads", "embed"),
+        },
+    ),
+    ("attention", "sinks"): ("layers", "heads"),
+    **_linear(MLPS, _MLP),
+    **_linear(("experts",), _MLP, stacked=("layers", "experts")),
+    ("experts", "router", "weight"): ("layers", "embed", None),
+    ("experts", "router", "bias"): ("layers", None),
+    **_linear(
+        ("delta_net",),
+        {
+            **dict.fromkeys(("query", "key", "value", "gate"), ("embed", "heads")),
+            **dict.fromkeys(("beta", "decay"), ("embed", None)),  # one number per head
+            "output": ("heads", "embed"),
+        },
+    ),
+    ("delta_net", "query_taps"): ("layers", None, "heads"),
+    ("delta_net", "key_taps"): ("layers", None, "heads"),
+    ("delta_net", "value_taps"): ("layers", None, "heads"),
+    ("delta_net", "log_rate"): ("layers", None),
+    ("delta_net", "decay_bias"): ("layers", None),
+    ("delta_net", "norm_scale"): ("layers", None),
+    **_linear(("per_layer",), {"gate": ("embed", None), "output": (None, "embed")}),
     ("layers", "layer_scale"): ("layers", None),
-    **{(*path, "kernel"): ("layers", *names) for path, names in _LINEAR.items()},
-    **{
-        (*path, "bias"): ("layers", None if out == "embed" else out)
-        for path, (_, out) in _LINEAR.items()
-    },
     **{
         (*path, leaf): ("layers", None) for path in _NORMS for leaf in ("scale", "bias")
     },
-    **{
-        ("delta_net", f"{name}_taps"): ("layers", None, "heads")
-        for name in ("query", "key", "value")
-    },
-    **{
-        ("delta_net", name): ("layers", None)
-        for name in ("log_rate", "decay_bias", "norm_scale")
-    },
-    ("attention", "sinks"): ("layers", "heads"),
-    **{
-        ("experts", *path): ("layers", "experts", *names)
-        for path, names in _EXPERTS.items()
-    },
-    ("experts", "router", "weight"): ("layers", "embed", None),
-    ("experts", "router", "bias"): ("layers", None),
     ("final_norm", "scale"): (None,),
     ("final_norm", "bias"): (None,),
     ("head", "kernel"): ("vocab", "embed"),
@@ -232,21 +225,28 @@ def of_own_rows(function: Callable[[Array], Array], x: Array) -> Array:
 
     For what XLA:GPU cannot partition, as top-k: it would gather the rows of all.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    sizes = {axis: mesh.shape[axis] for axis in {*mesh.shape} - {*mesh.manual_axes}}
+    sizes = own_axes()
     if math.prod(sizes.values()) == 1:
         return function(x)
     rows = tuple(axis for axis in ACTIVATION_AXES if axis in sizes)
     room = -x.shape[0] % math.prod(sizes[axis] for axis in rows)
     split = jax.shard_map(
         function,
-        mesh=mesh,
+        mesh=jax.sharding.get_abstract_mesh(),
         in_specs=PartitionSpec(rows),
         out_specs=PartitionSpec(rows),
         axis_names=set(sizes),
         check_vma=False,
     )
     return split(jnp.pad(x, ((0, room), (0, 0))))[: x.shape[0]]
+
+
+def own_axes() -> dict[str, int]:
+    """Sizes of the axes of the mesh that is set, without those of a `jax.shard_map`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {
+        axis: size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes
+    }
 
 
 def _auto_axes() -> dict[str, int]:
@@ -268,8 +268,7 @@ def row_devices(rows: int) -> int:
 
     Axes of an enclosing `jax.shard_map` do not count: there, `rows` are one share.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    sizes = {axis: mesh.shape[axis] for axis in {*mesh.shape} - {*mesh.manual_axes}}
+    sizes = own_axes()
     axes = row_axes(sizes, rows=rows, among=ACTIVATION_AXES)
     return math.prod(sizes[axis] for axis in axes)
 
@@ -330,11 +329,11 @@ class Cut:
 
     def parts(self, x: Array) -> Array:
         """[B, S', ...] -> [B·c, S'/c, ...], columns in order; nothing moves."""
-        return self._relabelled(x, self.by_column, self.by_part)
+        return self._mapped(lambda x: x, x, self.by_column, self.by_part)
 
     def whole(self, x: Array) -> Array:
         """The inverse of `parts`."""
-        return self._relabelled(x, self.by_part, self.by_column)
+        return self._mapped(lambda x: x, x, self.by_part, self.by_column)
 
     def balanced_parts(self, x: Array) -> Array:
         """[B, S', ...] -> [B·c, S'/c, ...], balanced; every device holds all of x."""
@@ -362,9 +361,6 @@ class Cut:
             return jnp.concatenate(moved, axis=1)
 
         return self._mapped(in_order, x, self.by_part, self.by_column)
-
-    def _relabelled(self, x: Array, at: PartitionSpec, to: PartitionSpec) -> Array:
-        return self._mapped(lambda x: x, x, at, to)
 
     def _mapped(
         self,

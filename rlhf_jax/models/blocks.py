@@ -18,23 +18,28 @@ import jax.numpy as jnp
 
 from rlhf_jax.models import layout
 from rlhf_jax.models.attention import (
-    AttentionMask,
-    Cached,
     Pages,
-    append,
     append_to_pages,
     attend,
     attend_to,
     attend_to_pages,
 )
-from rlhf_jax.models.caches import DeltaState, Kept
+from rlhf_jax.models.caches import Cached, DeltaState, Kept, append
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.experts import NOTHING, OWN, Given, Routing
 from rlhf_jax.models.experts.routing import NAME, REPLAY, ROUTING
-from rlhf_jax.models.positions import rotate
+from rlhf_jax.models.positions import AttentionMask, rotate
 
 Array = jax.Array
 INIT_STD = 0.02  # Radford et al. 2019
+
+
+def residual_std(model: ModelConfig) -> float:
+    """Initial standard deviation of weights whose output is added to the residual.
+
+    The residual stream sums 2 L such terms: so scaled, its variance is that of one.
+    """
+    return INIT_STD / math.sqrt(2 * model.num_layers)
 
 
 def rematerialised(
@@ -62,9 +67,8 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        if self.has_variable(
-            "params", "transposed"
-        ):  # put by `cached_decoder.layers_to_decode`
+        # Put there by `cached_decoder.layers_to_decode`.
+        if self.has_variable("params", "transposed"):
             transposed: Array = self.get_variable("params", "transposed")
             y = layout.transposed_product(x, transposed.astype(x.dtype)).astype(x.dtype)
         else:
@@ -150,7 +154,6 @@ class Attention(nn.Module):
         column: Array | int,
     ) -> tuple[Array, Cached]:
         model = self.model
-        whole = isinstance(mask, AttentionMask)
         rows = mask.shape[0] if isinstance(mask, Array) else mask.rows
 
         def heads(name: str, x: Array, count: int, *, norm: bool = False) -> Array:
@@ -163,17 +166,18 @@ class Attention(nn.Module):
         # values.
         joint, read = model.joint_head_norm, columns_from(x, first, rows=rows)
         query = heads("query", read, model.num_heads, norm=joint)
-        key: Any = None
-        value: Any = None
-        if not self.reads:
+        key: Any
+        value: Any
+        if self.reads:
+            assert cache is not None
+            key, value = cache
+        else:
             key = heads("key", x, model.num_kv_heads, norm=joint)
             value = (
                 key if model.keys_as_values else heads("value", x, model.num_kv_heads)
             )
             if model.value_norm:
                 value = Norm(model, scaled=False, name="value_norm")(value)
-        elif cache is not None:
-            key, value = cache
         if model.query_key_norm and not joint:
             query = Norm(model, name="query_norm")(query)
             key = key if self.reads else Norm(model, name="key_norm")(key)
@@ -181,38 +185,27 @@ class Attention(nn.Module):
             cos, sin = rotary
             query = rotate(query, (cos[:, :, first:], sin[:, :, first:]))
             key = key if self.reads else rotate(key, rotary)
-        keys_values: Cached = key, value
-        if self.reads:
-            pass
-        elif isinstance(mask, Pages):
-            assert cache is not None
-            keys_values = append_to_pages(cache, (key, value), pages=mask)
-        elif cache is not None:
+        kept: Cached = key, value
+        if cache is not None and not self.reads:
             # Before attention: a token attends to itself.
-            keys_values = append(cache, (key, value), column=column)
+            if isinstance(mask, Pages):
+                kept = append_to_pages(cache, (key, value), pages=mask)
+            else:
+                kept = append(cache, (key, value), column=column)
         sinks = None
         if model.sinks:
             zeros = nn.initializers.zeros
             sinks = self.param("sinks", zeros, (model.num_heads,), jnp.float32)
-        if whole:
+        scale, softcap = model.query_scale, model.attention_softcap
+        if isinstance(mask, AttentionMask):
             y = attend(query, (key, value), mask=mask, model=model, sinks=sinks)
         elif isinstance(mask, Pages):
             y = attend_to_pages(
-                query,
-                keys_values,
-                pages=mask,
-                scale=model.query_scale,
-                softcap=model.attention_softcap,
-                sinks=sinks,
+                query, kept, pages=mask, scale=scale, softcap=softcap, sinks=sinks
             )
         else:
             y = attend_to(
-                query,
-                keys_values,
-                attend=mask,
-                scale=model.query_scale,
-                softcap=model.attention_softcap,
-                sinks=sinks,
+                query, kept, attend=mask, scale=scale, softcap=softcap, sinks=sinks
             )
         y = y.swapaxes(1, 2).reshape(-1, model.num_heads * model.head_dim)
         if model.output_gate:
@@ -221,12 +214,10 @@ class Attention(nn.Module):
         y = Linear(
             x.shape[-1],
             model.attention_output_bias,
-            # The residual stream sums 2 L such terms: so scaled, its initial variance
-            # is that of one.
-            init_std=INIT_STD / math.sqrt(2 * model.num_layers),
+            init_std=residual_std(model),
             name="output",
         )(y)
-        return y, keys_values
+        return y, kept
 
 
 def gated(y: Array, gate: Array) -> Array:
@@ -268,7 +259,7 @@ class MLP(nn.Module):
         return Linear(
             x.shape[-1],
             model.mlp_bias,
-            init_std=INIT_STD / math.sqrt(2 * model.num_layers),
+            init_std=residual_std(model),
             name="down",
         )(rematerialised(hidden, model=model)(up, gate))
 
@@ -289,7 +280,7 @@ class PerLayer(nn.Module):
         return Linear(
             x.shape[-1],
             False,
-            init_std=INIT_STD / math.sqrt(2 * self.model.num_layers),
+            init_std=residual_std(self.model),
             name="output",
         )(rematerialised(hidden, model=self.model)(gate, own))
 
@@ -310,7 +301,7 @@ class Block(nn.Module):
       mask: which columns each new token attends to: an `AttentionMask` of S columns, or
         with a cache bool[B, T, S] or the pages of each row. For a recurrent block with
         a cache bool[B, T], True at tokens; None: all are.
-      rotary: `rotary_table` of the new tokens' positions; None rotates nothing.
+      rotary: `angles` of the new tokens' positions; None rotates nothing.
       first: columns to leave out of the output; later ones still attend to them.
       cache: keys and values of the columns so far, with room for the new ones; None
         when S = T. For a recurrent block its state.
@@ -390,7 +381,7 @@ class Block(nn.Module):
                 model,
                 activation=ACTIVATIONS[model.activation],
                 init_std=INIT_STD,
-                output_std=INIT_STD / math.sqrt(2 * model.num_layers),
+                output_std=residual_std(model),
                 name=NAME,
             )(between)
         x = attended + after("mlp_post_norm", z)

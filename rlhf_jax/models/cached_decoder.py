@@ -21,11 +21,11 @@ import jax.numpy as jnp
 from flax import traverse_util
 
 from rlhf_jax.models import axes, blocks, decoder, leaves, per_layer
-from rlhf_jax.models.attention import KeyValue, Pages
-from rlhf_jax.models.caches import Caches, DeltaState, Kept, blank_state, near
+from rlhf_jax.models.attention import Pages
+from rlhf_jax.models.caches import Caches, DeltaState, Kept, KeyValue, blank_state, near
 from rlhf_jax.models.config import ATTENTIONS, ModelConfig
 from rlhf_jax.models.experts import Given
-from rlhf_jax.models.layers import block_of, in_periods, unstack
+from rlhf_jax.models.layers import Sights, block_of, in_periods, unstack
 from rlhf_jax.models.positions import angles, positions_of, unless
 
 Array = jax.Array
@@ -121,42 +121,38 @@ def decode_step(
         if model.sliding_window is not None:
             window = near(attend, window=model.sliding_window, column=column)[:, None]
         attend = Seen(everything, window)
-    far = local = angles(positions, model=model)
+    rotary = near_rotary = angles(positions, model=model)
     if model.sliding_window is not None:
-        local = angles(positions, model=model, local=True)
+        near_rotary = angles(positions, model=model, local=True)
+    sights = Sights(
+        everything=(attend.everything, rotary),
+        window=(attend.window, near_rotary),
+        recurrent=attend.tokens,
+    )
     x = decoder.embed(params, model=model, tokens=tokens, positions=positions)
     own_inputs = per_layer.inputs(params, x, model=model, tokens=tokens)
     updated: list[Kept] = []
     chosen = []
     recording = Given(tokens=jnp.ones(tokens.shape, bool) if record else None)
     for number, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
-        if isinstance(cache, DeltaState):
-            output: Any = block_of(model, number).apply(
-                {"params": leaves.read(layer)},
-                x,
-                mask=attend.tokens,
-                rotary=None,
-                cache=cache,
-            )
-            x, state = output
-            updated.append(state)
-            continue
-        is_local, source = model.is_local(number), model.source(number)
-        rotary = local if is_local else far
+        (mask, rotary), source = sights.of(number, model=model), model.source(number)
         cache: Any = cache if source is None else updated[source]
-        (x, key_values), routing = blocks.apply(
+        at = column
+        if not isinstance(cache, DeltaState):
+            # A cache of W places is a ring; a local layer has as many as its window.
+            at = column % cache[0].shape[2]
+        (x, kept), routing = blocks.apply(
             block_of(model, number),
             leaves.read(layer),
             x,
             experts=recording,
-            mask=attend.window if is_local else attend.everything,
-            rotary=None if model.is_unrotated(number) else rotary,
+            mask=mask,
+            rotary=rotary,
             cache=cache,
-            # A cache of W places is a ring; a local layer has as many as its window.
-            column=column % cache[0].shape[2],
+            column=at,
             per_layer=None if own_inputs is None else own_inputs[number],
         )
-        updated.append(key_values if source is None else ())
+        updated.append(kept if source is None else ())
         if routing is not None:
             chosen.append(routing.chosen)
     hidden = decoder.final_norm(params, x, model=model)
@@ -178,16 +174,16 @@ def prefill(
       tokens, mask: i32[B, P] and bool[B, P], left-padded prompts.
 
     Returns:
-      [B, D] after the final norm; keys and values [L, B, K, P, head_dim] each, in
-      `model.dtype`, or with `model.by_kind` the dictionary that `layers.run` returns;
-      with `record` experts i32[B, P, L, k]. Values at padding have no meaning.
+      [B, D] after the final norm; {module: keys and values of P columns}, as
+      `layers.run`, in `model.dtype`; with `record` experts i32[B, P, L, k]. Values at
+      padding have no meaning.
 
     Raises:
       InputError: as `decoder.prefill`.
     """
     size, chunk = tokens.shape[1], model.prefill_chunk
     if chunk is None or chunk >= size:
-        hidden, key_values, routing = decoder.prefill(
+        hidden, kept, routing = decoder.prefill(
             params,
             model=model,
             tokens=tokens,
@@ -196,7 +192,7 @@ def prefill(
             record=record,
         )
         chosen = None if routing is None else routing.chosen
-        return hidden[:, -1], key_values, chosen
+        return hidden[:, -1], kept, chosen
     # Pads on the left, where prompts are padded anyway: all chunks have one shape.
     room = -size % chunk
     tokens, mask = (jnp.pad(x, ((0, 0), (room, 0))) for x in (tokens, mask))
@@ -218,6 +214,11 @@ def prefill(
         near = visible & (number[None] > here - window)[None]
         everything, narrow = (
             angles(at, model=model, local=local) for local in (False, True)
+        )
+        sights = Sights(
+            (visible, everything),
+            (near, narrow),
+            recurrent=own(mask) if model.recurrent_layers else None,
         )
 
         def layer(
@@ -247,14 +248,13 @@ def prefill(
             x: Array, one: Sequence[Any], number: int, shared: Any
         ) -> tuple[Array, dict[str, Any]]:
             (params, kept, *more), module = one, model.mixer(number)
-            local, recurrent = model.is_local(number), model.is_recurrent(number)
-            sees, rotary = (near, narrow) if local else (visible, everything)
-            source: Any = shared.get(local)
+            sees, rotary = sights.of(number, model=model)
+            source: Any = shared.get(model.is_local(number))
             output: Any = block_of(model, number).apply(
                 {"params": leaves.read(params)},
                 x,
-                mask=own(mask) if recurrent else sees,
-                rotary=None if recurrent or model.is_unrotated(number) else rotary,
+                mask=sees,
+                rotary=rotary,
                 cache=kept[module] if source is None else source,
                 column=start,
                 per_layer=more[0]["per_layer"] if more else None,
@@ -270,40 +270,43 @@ def prefill(
             stacks += [] if inputs is None else [{"per_layer": inputs}]
             x, caches = in_periods(of_kinds, x, stacks, model=model)
         else:
-            x, (caches, chosen) = jax.lax.scan(
-                layer, x, (params["layers"], caches, local_layers, unrotated)
-            )
+            of_layers = params["layers"], caches["attention"], local_layers, unrotated
+            x, (kept, chosen) = jax.lax.scan(layer, x, of_layers)
+            caches = {"attention": kept}
         return caches, (x[:, -1], chosen)
+
+    blank = _blank(model, rows=rows, columns=columns)
+    starts = jnp.arange(0, columns, chunk, dtype=jnp.int32)
+    # One chunk after another: each attends to the cache of those before.
+    caches, (last, chosen) = jax.lax.scan(run, blank, starts)
+    hidden = decoder.final_norm(params, last[-1][:, None], model=model)[:, 0]
+
+    def own_columns(kept: Any) -> Any:
+        """Without the added padding: P columns, as after a whole pass."""
+        if isinstance(kept, DeltaState):
+            return kept
+        return tuple(x[:, :, :, room:] for x in kept)
+
+    if chosen is not None:  # [chunks, L, B, N, k]
+        chosen = jnp.moveaxis(chosen, (2, 0, 3, 1), (0, 1, 2, 3))
+        chosen = chosen.reshape(rows, columns, *chosen.shape[3:])[:, room:]
+    return hidden, {name: own_columns(kept) for name, kept in caches.items()}, chosen
+
+
+def _blank(model: ModelConfig, *, rows: int, columns: int) -> dict[str, Any]:
+    """What `layers.run` keeps, before the first column: zeros."""
 
     def zeros(layers: Sequence[int]) -> KeyValue:
         own = model.at(layers[0])
         shape = (len(layers), rows, own.num_kv_heads, columns, own.head_dim)
         return jnp.zeros(shape, model.dtype), jnp.zeros(shape, model.dtype)
 
-    empty: Any = {
+    blank: dict[str, Any] = {
         name: zeros(layers)
         for name in ATTENTIONS
         if (layers := model.layers_of(name)) and model.source(layers[0]) is None
     }
     if model.recurrent_layers:
         states = [blank_state(model, rows=rows)] * len(model.layers_of("delta_net"))
-        empty["delta_net"] = jax.tree.map(lambda *parts: jnp.stack(parts), *states)
-    if not model.by_kind:
-        empty = empty["attention"]
-    starts = jnp.arange(0, columns, chunk, dtype=jnp.int32)
-    # One chunk after another: each attends to the cache of those before.
-    caches, (last, chosen) = jax.lax.scan(run, empty, starts)
-    hidden = decoder.final_norm(params, last[-1][:, None], model=model)[:, 0]
-    # Drops the added padding: caches hold P columns, as after a whole pass.
-    if model.by_kind:
-        kept = {
-            name: one if name == "delta_net" else tuple(x[:, :, :, room:] for x in one)
-            for name, one in caches.items()
-        }
-        return hidden, kept, None
-    key, value = caches
-    key_values = key[:, :, :, room:], value[:, :, :, room:]
-    if chosen is not None:  # [chunks, L, B, N, k]
-        chosen = jnp.moveaxis(chosen, (2, 0, 3, 1), (0, 1, 2, 3))
-        chosen = chosen.reshape(rows, columns, *chosen.shape[3:])[:, room:]
-    return hidden, key_values, chosen
+        blank["delta_net"] = jax.tree.map(lambda *parts: jnp.stack(parts), *states)
+    return blank

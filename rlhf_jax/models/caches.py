@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import flax.struct
 import jax
@@ -56,6 +55,10 @@ class DeltaState:
     tails: tuple[Array, Array, Array]
 
 
+Kept = Cached | DeltaState | tuple[()]  # of one layer; () if it reads another's
+Caches = tuple[Kept, ...]  # of all layers; keys and values are [B, K, W, head_dim]
+
+
 def blank_state(model: ModelConfig, *, rows: int) -> DeltaState:
     """The state before a text begins."""
     shape = model.delta_net
@@ -71,6 +74,24 @@ def blank_state(model: ModelConfig, *, rows: int) -> DeltaState:
         memory=jnp.zeros(memory, jnp.float32),
         tails=(tail(keys), tail(keys), tail(values)),
     )
+
+
+def blank(model: ModelConfig, layer: int, *, rows: int, columns: int) -> Kept:
+    """The empty cache of a layer; () if it reads another's."""
+    if model.is_recurrent(layer):
+        return blank_state(model, rows=rows)
+    if model.source(layer) is not None:
+        return ()
+    own = model.at(layer)
+    shape = rows, own.num_kv_heads, columns, own.head_dim
+
+    def zeros() -> Columns:
+        if model.cache == "same":
+            return jnp.zeros(shape, model.dtype)
+        values, scales = jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:-1], jnp.float32)
+        return Int8Columns(values, scales)
+
+    return zeros(), zeros()
 
 
 def quantise(x: Array) -> Int8Columns:
@@ -153,8 +174,6 @@ def append(cache: Cached, new: KeyValue, *, column: Array | int) -> Cached:
     return key, value
 
 
-Kept = Cached | DeltaState | tuple[()]  # of one layer; () if it reads another's
-Caches = tuple[Kept, ...]  # of all layers; keys and values are [B, K, W, head_dim]
 FIRST_WIDTH = 128  # columns of the first cache
 
 
@@ -189,15 +208,11 @@ def placed(
         quantised if `model.cache` is int8.
       columns: places of a layer that sees all columns, at least P.
     """
-    windows: list[Kept] = []
-    for layer, kept in enumerate(caches):
-        if isinstance(kept, DeltaState) or not kept:  # has no columns
-            windows.append(kept)
-            continue
-        key, value = kept
+
+    def place(layer: int, kept: Cached) -> Cached:
         size = width(model, layer, columns=columns)
 
-        def place(columns: Columns, size: int = size) -> Any:
+        def one(columns: Columns) -> Columns:
             if model.cache == "int8" and isinstance(columns, Array):
                 columns = quantise(columns)
             return jax.tree.map(
@@ -205,8 +220,9 @@ def placed(
                 columns,
             )
 
-        windows.append((place(key), place(value)))
-    return tuple(windows)
+        return one(kept[0]), one(kept[1])
+
+    return _changed(caches, place)
 
 
 def at_end(array: Array, *, size: int, end: Array | int, axis: int) -> Array:
@@ -223,21 +239,26 @@ def at_end(array: Array, *, size: int, end: Array | int, axis: int) -> Array:
 
 def widened(caches: Caches, *, model: ModelConfig, columns: int) -> Caches:
     """The caches with more places; no place may have been used twice."""
-    windows: list[Kept] = []
-    for layer, kept in enumerate(caches):
-        if isinstance(kept, DeltaState) or not kept:
-            windows.append(kept)
-            continue
-        key, value = kept
-        more = width(model, layer, columns=columns) - key.shape[2]
 
-        def widen(leaf: Array, more: int = more) -> Array:
+    def widen(layer: int, kept: Cached) -> Cached:
+        more = width(model, layer, columns=columns) - kept[0].shape[2]
+
+        def one(leaf: Array) -> Array:
             room = [(0, 0)] * leaf.ndim
             room[2] = (0, more)
             return jnp.pad(leaf, room)
 
-        windows.append(jax.tree.map(widen, (key, value)))
-    return tuple(windows)
+        return jax.tree.map(one, kept)
+
+    return _changed(caches, widen)
+
+
+def _changed(caches: Sequence[Kept], change: Callable[[int, Cached], Cached]) -> Caches:
+    """change(layer, keys and values) of the layers that have columns of their own."""
+    return tuple(
+        kept if isinstance(kept, DeltaState) or not kept else change(layer, kept)
+        for layer, kept in enumerate(caches)
+    )
 
 
 def near(attend: Array, *, window: int, column: Array) -> Array:

@@ -198,8 +198,6 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         checks.positive(
-            logit_divisor=self.logit_divisor,
-            residual_scale=self.residual_scale,
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
             num_layers=self.num_layers,
@@ -208,20 +206,19 @@ class ModelConfig:
             head_dim=self.head_dim,
             intermediate_size=self.intermediate_size,
             max_positions=self.max_positions,
+            logit_divisor=self.logit_divisor,
+            residual_scale=self.residual_scale,
+            sliding_window=self.sliding_window,
+            rope_local_theta=self.rope_local_theta,
+            query_scale=self.query_scale,
+            attention_softcap=self.attention_softcap,
+            logit_softcap=self.logit_softcap,
+            per_layer_width=self.per_layer_width,
+            prefill_chunk=self.prefill_chunk,
+            cache_pages=self.cache_pages,
+            page_size=self.page_size,
         )
         unused_ids.check(self.unused_ids, vocab_size=self.vocab_size)
-        optional = {
-            "sliding_window": self.sliding_window,
-            "rope_local_theta": self.rope_local_theta,
-            "query_scale": self.query_scale,
-            "attention_softcap": self.attention_softcap,
-            "logit_softcap": self.logit_softcap,
-            "prefill_chunk": self.prefill_chunk,
-            "cache_pages": self.cache_pages,
-            "page_size": self.page_size,
-            "per_layer_width": self.per_layer_width,
-        }
-        checks.positive(**{k: v for k, v in optional.items() if v is not None})
         checks.one_of(attention=self.attention, among=get_args(Attention))
         checks.one_of(remat=self.remat, among=get_args(Remat))
         refuse((*self._faults(), *self._faults_of_layers()))
@@ -296,26 +293,25 @@ class ModelConfig:
                 "expected query_key_norm with joint_head_norm, which makes it span all "
                 "heads; set query_key_norm, or leave joint_head_norm out"
             )
-        if self.unrotated_layers and (
-            len(self.unrotated_layers) != self.num_layers or self.positions != "rope"
-        ):
+        for name, layers in {
+            "local_layers": self.local_layers,
+            "unrotated_layers": self.unrotated_layers,
+            "recurrent_layers": self.recurrent_layers,
+        }.items():
+            if len(layers) not in (0, self.num_layers):
+                yield (
+                    f"expected one entry of {name} for each of {self.num_layers} "
+                    f"layers, got {len(layers)} entries; correct either"
+                )
+        if self.unrotated_layers and self.positions != "rope":
             yield (
-                f"expected one entry of unrotated_layers for each of {self.num_layers} "
-                f"layers, and positions 'rope', got {len(self.unrotated_layers)} "
-                f"entries and positions {self.positions!r}; correct either"
+                f"expected positions 'rope' with unrotated_layers, got "
+                f"{self.positions!r}; change either"
             )
-        if self.local_layers and len(self.local_layers) != self.num_layers:
+        if any(self.recurrent_layers) != (self.delta_net is not None):
             yield (
-                f"expected one entry of local_layers for each of {self.num_layers} "
-                f"layers, got {len(self.local_layers)} entries"
-            )
-        if any(self.recurrent_layers) != (self.delta_net is not None) or (
-            self.recurrent_layers and len(self.recurrent_layers) != self.num_layers
-        ):
-            yield (
-                f"expected a delta_net and one entry of recurrent_layers for each of "
-                f"{self.num_layers} layers (some of them True), or neither, got "
-                f"{self.delta_net} and {len(self.recurrent_layers)} entries"
+                f"expected a delta_net if, and only if, some layer is recurrent, got "
+                f"{self.delta_net} with {sum(self.recurrent_layers)} recurrent layers"
             )
         if any(self.local_layers) != (self.sliding_window is not None):
             yield (

@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +25,10 @@ import jax.numpy as jnp
 from rlhf_jax.functional import unused_ids
 from rlhf_jax.functional.errors import refuse
 from rlhf_jax.models import axes, blocks, layers, layout, leaves, per_layer
-from rlhf_jax.models.attention import AttentionMask, mask_of
 from rlhf_jax.models.axes import Cut
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.experts import Given, Routing, routing_faults
-from rlhf_jax.models.positions import angles, positions_of
+from rlhf_jax.models.positions import AttentionMask, angles, mask_of, positions_of
 
 Array = jax.Array
 Params = Any  # nested dict of arrays
@@ -142,18 +141,9 @@ def hidden_states(
         learned positions (not checked with segments, where the tokens of a longer text
         share the last position); or `experts` do not fit the tokens and the model.
     """
-    hidden, _, _ = _run(
-        params,
-        model=model,
-        tokens=tokens,
-        mask=mask,
-        segments=segments,
-        prefixes=prefixes,
-        first_column=first_column,
-        cut=axes.cut_of(tokens.shape[0]),
-        experts=experts,
-    )
-    return hidden
+    rows = Rows(tokens, mask, segments, prefixes, experts)
+    cut = axes.cut_of(tokens.shape[0])
+    return _run(params, rows, model=model, first_column=first_column, cut=cut)[0]
 
 
 def hidden_and_routing(
@@ -176,17 +166,10 @@ def hidden_and_routing(
     Raises:
       InputError: as `hidden_states`; or the model is dense.
     """
+    rows = Rows(tokens, mask, segments, prefixes, experts)
+    cut = axes.cut_of(tokens.shape[0])
     hidden, _, routing = _run(
-        params,
-        model=model,
-        tokens=tokens,
-        mask=mask,
-        segments=segments,
-        prefixes=prefixes,
-        first_column=first_column,
-        cut=axes.cut_of(tokens.shape[0]),
-        experts=experts,
-        record=True,
+        params, rows, model=model, first_column=first_column, cut=cut, record=True
     )
     assert routing is not None
     return hidden, routing
@@ -204,54 +187,48 @@ def prefill(
     """`hidden_states` of one text per row, with the keys and values of every layer.
 
     Returns:
-      [B, S, D]; keys and values of all columns, [L, B, K, S, head_dim] each, in
-      `model.dtype`, or with recurrent layers the dictionary that `layers.run` returns;
-      with `record` the routing. Columns are never shared over a `context` mesh axis.
+      [B, S, D]; {module: keys and values of all columns}, as `layers.run`, in
+      `model.dtype`; with `record` the routing. Columns are never shared over a
+      `context` mesh axis.
 
     Raises:
       InputError: as `hidden_states`.
     """
-    return _run(
-        params,
-        model=model,
-        tokens=tokens,
-        mask=mask,
-        segments=None,
-        prefixes=None,
-        first_column=first_column,
-        cut=None,
-        record=record,
-    )
+    rows = Rows(tokens, mask)
+    return _run(params, rows, model=model, first_column=first_column, record=record)
+
+
+class Rows(NamedTuple):
+    """The arguments of `hidden_states` that have a number per token."""
+
+    tokens: Array
+    mask: Array
+    segments: Array | None = None
+    prefixes: Array | None = None
+    experts: Array | None = None
 
 
 def _run(
     params: Params,
+    rows: Rows,
     *,
     model: ModelConfig,
-    tokens: Array,
-    mask: Array,
-    segments: Array | None,
-    prefixes: Array | None,
     first_column: int,
-    cut: Cut | None,
-    experts: Array | None = None,
+    cut: Cut | None = None,
     record: bool = False,
 ) -> tuple[Array, Any, Routing | None]:
     """As `prefill`; with a cut, keys and values are of the balanced parts of rows."""
-    faults = _faults(
-        model=model, tokens=tokens, mask=mask, segments=segments, prefixes=prefixes
-    )
-    refuse(faults)
-    if record or experts is not None:
-        refuse(routing_faults(model, experts, tokens=tokens, record=record))
+    refuse(_faults(rows, model=model))
+    if record or rows.experts is not None:
+        faults = routing_faults(model, rows.experts, tokens=rows.tokens, record=record)
+        refuse(faults)
     if cut is not None:
         layout.refuse_context("auto", context=cut.count, model=model)
-    columns = tokens.shape[1]
+    columns = rows.tokens.shape[1]
     if cut is not None:
         room = cut.width(columns) - columns
-        tokens, mask, segments, prefixes, experts = jax.tree.map(
-            lambda x: axes.padded(x, room), (tokens, mask, segments, prefixes, experts)
-        )
+        rows = jax.tree.map(lambda x: axes.padded(x, room), rows)
+    tokens, mask, segments, prefixes, experts = rows
     # i32[B, S]. Only tokens count: left padding does not shift a prompt's positions.
     positions = positions_of(mask, segments=segments, prefixes=prefixes)
     attended = mask_of(
@@ -299,22 +276,16 @@ def _run(
     return jnp.where(predicted[None, :, None], hidden, 0), keys_values, routing
 
 
-def _faults(
-    *,
-    model: ModelConfig,
-    tokens: Array,
-    mask: Array,
-    segments: Array | None,
-    prefixes: Array | None,
-) -> Iterator[str]:
-    for name, array in {"mask": mask, "segments": segments}.items():
+def _faults(rows: Rows, *, model: ModelConfig) -> Iterator[str]:
+    tokens, prefixes = rows.tokens, rows.prefixes
+    for name, array in {"mask": rows.mask, "segments": rows.segments}.items():
         if array is not None and (tokens.ndim != 2 or tokens.shape != array.shape):
             yield (
                 f"expected tokens [B, S] and {name} of the shape of tokens, "
                 f"{tokens.shape}, got {array.shape}"
             )
             return
-    learned = model.positions == "learned" and segments is None
+    learned = model.positions == "learned" and rows.segments is None
     if learned and tokens.shape[1] > model.max_positions:
         yield (
             f"expected at most {model.max_positions} columns (the model's learned "

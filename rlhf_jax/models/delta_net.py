@@ -30,10 +30,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models.attention import AttentionMask
-from rlhf_jax.models.blocks import INIT_STD, Linear, rematerialised
+from rlhf_jax.models.blocks import Linear, rematerialised, residual_std
 from rlhf_jax.models.caches import DeltaState, blank_state
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.positions import AttentionMask
 
 Array = jax.Array
 CHUNK = 64  # tokens at a time, a power of two
@@ -305,7 +305,7 @@ class GatedDeltaNet(nn.Module):
         y = Linear(
             x.shape[-1],
             False,
-            init_std=INIT_STD * (2 * model.num_layers) ** -0.5,
+            init_std=residual_std(model),
             name="output",
         )(y)
         return y, DeltaState(memory, (query_tail, key_tail, value_tail))

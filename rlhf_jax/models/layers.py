@@ -18,20 +18,19 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from rlhf_jax.models import axes, blocks, leaves
-from rlhf_jax.models.attention import AttentionMask
 from rlhf_jax.models.config import ModelConfig, Remat
 from rlhf_jax.models.experts import NOTHING, Given, Routing
-from rlhf_jax.models.positions import angles, unless
+from rlhf_jax.models.positions import AttentionMask, angles, unless
 
 Array = jax.Array
 Params = Any  # nested dict of arrays
-Sight = tuple[AttentionMask, Any]  # the attention mask and the rotary table of a layer
+Sight = tuple[Any, Any]  # the mask and the rotary table that a `Block` reads
 
 POLICIES: dict[Remat, Callable[..., Any]] = {
     # Every projection is a matrix product; attention's two have batch dimensions. The
@@ -41,6 +40,21 @@ POLICIES: dict[Remat, Callable[..., Any]] = {
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 """What a gradient keeps of a layer besides its input, by `model.remat`."""
+
+
+class Sights(NamedTuple):
+    """What the layers of each kind attend to."""
+
+    everything: Sight  # of layers that see all columns
+    window: Sight  # of local layers
+    recurrent: Any  # the mask of recurrent layers, which have no positions
+
+    def of(self, layer: int, *, model: ModelConfig) -> Sight:
+        """The mask and the rotary table of a layer, from 0."""
+        if model.is_recurrent(layer):
+            return self.recurrent, None
+        mask, rotary = self.window if model.is_local(layer) else self.everything
+        return mask, None if model.is_unrotated(layer) else rotary
 
 
 def run(
@@ -66,11 +80,10 @@ def run(
       per_layer: [L, B, S, P], from `per_layer.inputs`.
 
     Returns:
-      [B, S - first_column, D] before the final norm; keys and values of all columns,
-      [L, B, K, S, head_dim] each; and, if `experts` asks for it, the `Routing` of B x S
-      tokens, which records nothing for columns that were not computed. With
-      `model.by_kind` the second is {"attention": keys and values, "delta_net": states},
-      [n, B, ...] each, of the layers that keep their own.
+      [B, S - first_column, D] before the final norm; what the n layers with a module
+      keep of all columns, {"attention": keys and values [n, B, K, S, head_dim],
+      "delta_net": states [n, B, ...]}; and, if `experts` asks for it, the `Routing` of
+      B x S tokens, which records nothing for columns that were not computed.
     """
     # Tables once for all layers, and not in every turn of the scan.
     everything = mask, angles(positions, model=model)
@@ -79,6 +92,7 @@ def run(
         # The tokens of a text are neighbours: a distance in columns is one in tokens.
         near = dataclasses.replace(mask, window=model.sliding_window)
         window = near, angles(positions, model=model, local=True)
+    sights = Sights(everything, window, recurrent=mask)
     stored = leaves.any_stored(layers)
     # A gradient (to adapters beside such a base) would keep every layer as it was read,
     # which is the whole model; it reads them again instead.
@@ -95,13 +109,12 @@ def run(
         def of_kinds(
             x: Array, layer: Sequence[Params], number: int, shared: Any
         ) -> tuple[Any, Any]:
-            sight = window if model.is_local(number) else everything
-            if model.is_unrotated(number):
-                sight = sight[0], None
+            params, *more = layer
+            sight = sights.of(number, model=model)
             own = functools.partial(_layer, model=model, sight=sight, number=number)
-            more = [one["per_layer"] for one in layer[1:]] or [None]
+            own_input = more[0]["per_layer"] if more else None
             cache = shared.get(model.is_local(number))
-            x, (kept, _) = rematerialised(own)(x, layer[0], NOTHING, *more, cache)
+            x, (kept, _) = rematerialised(own)(x, params, NOTHING, own_input, cache)
             return x, {model.mixer(number): kept} if cache is None else {}
 
         stacks = [layers] if per_layer is None else [layers, {"per_layer": per_layer}]
@@ -112,15 +125,20 @@ def run(
     if model.unroll and not stored:
         outputs = []
         for number, layer in enumerate(unstack(layers, model=model)):
-            sight = window if model.is_local(number) else everything
-            if model.is_unrotated(number):
-                sight = sight[0], None
+            mask, rotary = sights.of(number, model=model)
             # Earlier layers compute every column: later columns attend to them.
-            first = first_column if number == model.num_layers - 1 else 0
-            one = functools.partial(_traced_once, model=model, sight=sight, first=first)
+            one = functools.partial(
+                _jitted_layer,
+                mask=dataclasses.replace(mask, window=None),
+                rotary=rotary,
+                model=model,
+                window=mask.window,
+                first=first_column if number == model.num_layers - 1 else 0,
+            )
             x, output = rematerialised(one)(x, layer, experts.of_layer(number))
             outputs.append(output)
-        return x, *jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
+        kept, routing = jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
+        return x, {"attention": kept}, routing
 
     # Local and global layers share one scan: an array says which kind each layer is.
     mixed = any(model.local_layers) and not all(model.local_layers)
@@ -150,26 +168,8 @@ def run(
 
     # One layer is compiled for all L.
     of_layers = layers, local, unrotated, experts.chosen
-    x, (key_values, routing) = jax.lax.scan(rematerialised(scanned), x, of_layers)
-    return x[:, first_column:], key_values, routing
-
-
-def _traced_once(
-    x: Array,
-    params: Params,
-    experts: Given,
-    *,
-    model: ModelConfig,
-    sight: Sight,
-    first: int,
-) -> tuple[Any, Any]:
-    """`_layer` for layers that run one by one; equal layers are traced once."""
-    mask, rotary = sight
-    window = mask.window  # an int, which `jit` would trace
-    mask = dataclasses.replace(mask, window=None)
-    return _jitted_layer(
-        x, params, experts, mask, rotary, model=model, window=window, first=first
-    )
+    x, (kept, routing) = jax.lax.scan(rematerialised(scanned), x, of_layers)
+    return x[:, first_column:], {"attention": kept}, routing
 
 
 # Jitted to save tracing: JAX caches the trace, so that a program with six layers, or
@@ -180,15 +180,14 @@ def _jitted_layer(
     x: Array,
     params: Params,
     experts: Given,
+    *,
     mask: AttentionMask,
     rotary: Any,
-    *,
     model: ModelConfig,
-    window: int | None,
+    window: int | None,  # of the mask: an int that `jit` would trace there
     first: int,
 ) -> tuple[Any, Any]:
-    mask = dataclasses.replace(mask, window=window)
-    sight = mask, rotary
+    sight = dataclasses.replace(mask, window=window), rotary
     return _layer(x, params, experts, model=model, sight=sight, first=first)
 
 
@@ -222,8 +221,6 @@ def _layer(
 
 def block_of(model: ModelConfig, layer: int) -> blocks.Block:
     """The block of a layer, from 0."""
-    if not model.by_kind:
-        return blocks.Block(model)
     if not model.is_recurrent(layer):
         return blocks.Block(
             model.at(layer),
@@ -262,55 +259,29 @@ def in_periods(
     """
     all_kept: dict[str, Any] = {}
     for first, count, period in model.parts:
+        shared = {
+            model.is_local(n): _of_layer(all_kept, n, model=model)
+            for n in map(model.source, range(first, first + count))
+            if n is not None
+        }
         period = count if unroll else period
-        shared = {}
-        for source in {model.source(n) for n in range(first, first + count)}:
-            if source is None:
-                continue
-            module = model.mixer(source)
-            at = model.layers_of(module).index(source)
-            shared[model.is_local(source)] = jax.tree.map(
-                lambda leaf, at=at: leaf[at], all_kept[module]
-            )
-
-        runs = [1] * period if unroll else _runs(model, first=first, layers=period)
-
-        def turn(
-            x: Array,
-            stacks: Sequence[Params],
-            first: int = first,
-            runs: Sequence[int] = runs,
-            shared: Any = shared,
-        ) -> tuple[Array, Any]:
-            kept = []
-            of_runs = _by_runs(stacks, runs, model=model, first=first)
-            for size, run in zip(runs, of_runs, strict=True):
-
-                def of_kind(
-                    x: Array, layer: Sequence[Params], number: int = first
-                ) -> tuple[Array, Any]:
-                    return one(x, layer, number, shared)
-
-                if size == 1:
-                    x, of_layer = of_kind(x, jax.tree.map(lambda leaf: leaf[0], run))
-                    of_run = jax.tree.map(lambda leaf: leaf[None], of_layer)
-                else:
-                    x, of_run = jax.lax.scan(of_kind, x, run)
-                kept.append(of_run)
-                first += size
-            return x, joined(kept)
-
+        turn = functools.partial(
+            _period,
+            one,
+            model=model,
+            first=first,
+            runs=[1] * period if unroll else _runs(model, first=first, layers=period),
+            shared=shared,
+        )
         own = [
             part_of(stack, model=model, first=first, count=count) for stack in stacks
         ]
         if count == period:
             x, kept = turn(x, own)
         else:
+            turns = count // period
             apart = jax.tree.map(
-                lambda leaf, turns=count // period: leaf.reshape(
-                    turns, -1, *leaf.shape[1:]
-                ),
-                own,
+                lambda leaf, n=turns: leaf.reshape(n, -1, *leaf.shape[1:]), own
             )
             x, kept = jax.lax.scan(turn, x, apart)
             kept = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), kept)
@@ -318,17 +289,53 @@ def in_periods(
     return x, all_kept
 
 
+def _period(
+    one: Callable[..., tuple[Array, Any]],
+    x: Array,
+    stacks: Sequence[Params],
+    *,
+    model: ModelConfig,
+    first: int,
+    runs: Sequence[int],
+    shared: Any,
+) -> tuple[Array, Any]:
+    """Runs x through a period of layers from the first, each run of one kind a scan."""
+    kept = []
+    of_runs = _by_runs(stacks, runs, model=model, first=first)
+    for size, run in zip(runs, of_runs, strict=True):
+
+        def of_kind(
+            x: Array, layer: Sequence[Params], number: int = first
+        ) -> tuple[Array, Any]:
+            return one(x, layer, number, shared)
+
+        if size == 1:
+            x, of_layer = of_kind(x, jax.tree.map(lambda leaf: leaf[0], run))
+            of_run = jax.tree.map(lambda leaf: leaf[None], of_layer)
+        else:
+            x, of_run = jax.lax.scan(of_kind, x, run)
+        kept.append(of_run)
+        first += size
+    return x, joined(kept)
+
+
+def _of_layer(kept: Params, layer: int, *, model: ModelConfig) -> Any:
+    """The part of one layer of {module: outputs, stacked over the layers with it}."""
+    module = model.mixer(layer)
+    at = model.layers_of(module).index(layer)
+    return jax.tree.map(lambda leaf: leaf[at], kept[module])
+
+
 def part_of(stack: Params, *, model: ModelConfig, first: int, count: int) -> Params:
     """A stack of the layers of one of `model.parts` alone."""
     parts = {}
     for module, tree in stack.items():
-        places = [first <= n < first + count for n in model.layers_of(module)]
-        if any(places):
-            at = slice(places.index(True), places.index(True) + sum(places))
-            whole = all(places)
-            parts[module] = (
-                tree if whole else jax.tree.map(lambda leaf, at=at: leaf[at], tree)
-            )
+        has = model.layers_of(module)
+        at = slice(*(sum(n < end for n in has) for end in (first, first + count)))
+        if has[at] == has:
+            parts[module] = tree
+        elif has[at]:
+            parts[module] = jax.tree.map(lambda leaf, at=at: leaf[at], tree)
     return parts
 
 
@@ -345,17 +352,14 @@ def _by_runs(
     stacks: Sequence[Params], runs: Sequence[int], *, model: ModelConfig, first: int
 ) -> list[list[Params]]:
     """For each run, {module: leaves [n, ...]} of its n layers from each stack."""
-    ends = [first + end for end in itertools.accumulate(runs)]
-    starts = [end - size for end, size in zip(ends, runs, strict=True)]
+    bounds = [first + end for end in itertools.accumulate(runs, initial=0)]
 
     def of(stack: Params) -> list[Params]:
         parts: list[Params] = [{} for _ in runs]
         for module, tree in stack.items():
             has = model.layers_of(module)
-            counts = [
-                sum(start <= layer < end for layer in has)
-                for start, end in zip(starts, ends, strict=True)
-            ]
+            places = [sum(n < bound for n in has) for bound in bounds]
+            counts = [stop - start for start, stop in itertools.pairwise(places)]
             leaves, structure = jax.tree.flatten(tree)
             # The gradient of a split is one concatenation.
             split = [jax.lax.split(leaf, counts, axis=0) for leaf in leaves]
@@ -384,28 +388,20 @@ def stacked(layers: Sequence[Params]) -> Params:
     return joined([jax.tree.map(lambda leaf: leaf[None], layer) for layer in layers])
 
 
-def unstack(
-    tree: Any, *, model: ModelConfig, first: int = 0, layers: int | None = None
-) -> tuple[Any, ...]:
-    """Takes stacked layers (or caches) apart, once, before a decode loop.
+def unstack(stacks: Params, *, model: ModelConfig) -> tuple[Params, ...]:
+    """Takes stacked layers (or what they keep) apart, once, before a decode loop.
 
     Args:
-      first: the first layer of the tree.
-      layers: how many layers the tree has, a multiple of its period; None is all.
+      stacks: {module: leaves [n, ...] of the n layers that have it}.
     """
-    count = model.num_layers if layers is None else layers
-    if not model.by_kind:
-        return _split(tree, count)
-    own = range(first, first + count)
-    parts = {
-        module: dict(zip(numbers, _split(tree[module], len(numbers)), strict=True))
-        for module in tree
-        if (numbers := [n for n in model.layers_of(module) if n in own])
-    }
-    return tuple(
-        {module: part[number] for module, part in parts.items() if number in part}
-        for number in own
-    )
+    if not model.by_kind:  # every layer has every module
+        return _split(stacks, model.num_layers)
+    layers: list[Params] = [{} for _ in range(model.num_layers)]
+    for module, stack in stacks.items():
+        numbers = model.layers_of(module)
+        for number, part in zip(numbers, _split(stack, len(numbers)), strict=True):
+            layers[number][module] = part
+    return tuple(layers)
 
 
 def _split(tree: Any, count: int) -> tuple[Any, ...]:

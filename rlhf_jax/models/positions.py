@@ -66,15 +66,6 @@ def positions_of(
 def angles(
     positions: Array, *, model: ModelConfig, local: bool = False
 ) -> tuple[Array, Array] | None:
-    """`rotary_table` of positions i32[B, T]; None where positions are learned."""
-    if model.positions == "learned":
-        return None
-    return rotary_table(positions, model=model, local=local)
-
-
-def rotary_table(
-    positions: Array, *, model: ModelConfig, local: bool = False
-) -> tuple[Array, Array]:
     """cos and sin of position × frequency, f32[B, 1, T, d / 2] each.
 
     Frequency i is θ^(-2i / d), stretched by `model.rope_scaling`, for the d dimensions
@@ -85,8 +76,13 @@ def rotary_table(
       local: for layers with a sliding window; if `model.rope_local_theta` is set it is
         their θ, and nothing is stretched.
 
+    Returns:
+      The rotary table; None where positions are learned.
+
     Source: Su et al. 2021, arXiv:2104.09864, eq. 15.
     """
+    if model.positions == "learned":
+        return None
     theta, scaling = model.rope_theta, model.rope_scaling
     if local and model.rope_local_theta is not None:
         theta, scaling = model.rope_local_theta, None

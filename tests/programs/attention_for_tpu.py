@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from rlhf_jax.models.attention import AttentionMask
 from rlhf_jax.models.attention.splash import attend_splash
+from rlhf_jax.models.positions import AttentionMask
 from rlhf_jax.planning import compiled
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 4, 128

@@ -18,8 +18,9 @@ from jax.sharding import NamedSharding
 from rlhf_jax.devices import sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.models import axes
-from rlhf_jax.models.attention import attend, mask_of
+from rlhf_jax.models.attention import attend
 from rlhf_jax.models.families import registry
+from rlhf_jax.models.positions import mask_of
 from rlhf_jax.planning import compiled
 
 MODEL = registry.KNOWN["llama-3.1-8b"]

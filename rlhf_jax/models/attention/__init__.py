@@ -7,22 +7,13 @@ from rlhf_jax.models.attention.pages import (
     attend_to_pages,
     ring,
 )
-from rlhf_jax.models.caches import Cached, Columns, KeyValue, append, quantise
-from rlhf_jax.models.positions import AttentionMask, mask_of
 
 __all__ = [
-    "AttentionMask",
-    "Cached",
-    "Columns",
-    "KeyValue",
     "Pages",
-    "append",
     "append_to_pages",
     "attend",
     "attend_to",
     "attend_to_pages",
     "attend_xla",
-    "mask_of",
-    "quantise",
     "ring",
 ]

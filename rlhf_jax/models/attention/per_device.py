@@ -43,10 +43,7 @@ def attend_per_device(
     a mesh, or within a `jax.shard_map` over all axes, this is the plain call. Within
     one over some of the axes, the other axes share the work.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    sizes = {
-        axis: size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes
-    }
+    mesh, sizes = jax.sharding.get_abstract_mesh(), axes.own_axes()
     # One device, or already inside a `shard_map`: nothing to share.
     own_sinks = {} if sinks is None else {"sinks": sinks}
     if math.prod(sizes.values()) == 1:

@@ -158,9 +158,9 @@ def table(
     )
 
 
-def key_table(model: ModelConfig) -> keys.Table:
-    """Llama's names."""
-    return table(model, *attention_keys(model), *mlp_keys(model))
+def key_table(model: ModelConfig, *, norms: Mapping[str, str] = NORMS) -> keys.Table:
+    """Llama's names, with these norms in a layer: {their name: ours}."""
+    return table(model, *attention_keys(model), *mlp_keys(model), norms=norms)
 
 
 FAMILY = keys.Family("llama", "Llama", config_from_hf, config_to_hf, key_table)

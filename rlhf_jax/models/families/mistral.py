@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.families import keys, llama
+from rlhf_jax.models.families.options import windows
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """The decoder of a Mistral `config.json`."""
-    return in_every_layer(
+    return windows.in_every_layer(
         llama.decoder_from_hf(config, family="mistral"),
         window=config.get("sliding_window", 4096),
     )
@@ -21,12 +21,6 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
 def config_to_hf(model: ModelConfig) -> dict[str, Any]:
     """The `config.json` that `config_from_hf` reads back."""
     return llama.decoder_to_hf(model) | {"sliding_window": model.sliding_window}
-
-
-def in_every_layer(model: ModelConfig, *, window: int | None) -> ModelConfig:
-    """The model with a window, in tokens, in every layer; None is no window."""
-    local = () if window is None else (True,) * model.num_layers
-    return dataclasses.replace(model, sliding_window=window, local_layers=local)
 
 
 FAMILY = keys.Family(

@@ -50,8 +50,7 @@ def config_to_hf(model: ModelConfig) -> dict[str, Any]:
 
 def key_table(model: ModelConfig) -> keys.Table:
     """Llama's names, without norms on the inputs of attention and MLP."""
-    projections = (*llama.attention_keys(model), *llama.mlp_keys(model))
-    return llama.table(model, *projections, norms=NORMS)
+    return llama.key_table(model, norms=NORMS)
 
 
 FAMILY = keys.Family("olmo2", "Olmo2", config_from_hf, config_to_hf, key_table)

@@ -7,8 +7,8 @@ from typing import Any
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.families import keys, llama, mistral
-from rlhf_jax.models.families.options import fields, rotary
+from rlhf_jax.models.families import keys, llama
+from rlhf_jax.models.families.options import fields, rotary, windows
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
@@ -27,7 +27,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         "rms_norm_eps": fields.option(config, "rms_norm_eps", 1e-5),
         "attention_bias": False,
     }
-    return mistral.in_every_layer(
+    return windows.in_every_layer(
         llama.decoder_from_hf(options, family="phi3", partial_rotary=True),
         window=config.get("sliding_window"),
     )

@@ -1,268 +1,187 @@
 """Shapes of well-known checkpoints, so that a run can be planned without any file.
 
-The figures are those of each model's config.json on the Hugging Face hub; a test counts
-their parameters against the published ones.
+The figures are those of each model's config.json on the Hugging Face hub, without the
+options that a family reads the same if they are missing. A test counts the parameters
+against the published ones.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
 from typing import Any
 
-from rlhf_jax.models import config
-from rlhf_jax.models.config import DeltaNet, GlobalHeads, ModelConfig, RopeScaling
-from rlhf_jax.models.families.mistral import in_every_layer
-from rlhf_jax.models.families.mixtures import known
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.families import (
+    gemma2,
+    gemma3,
+    gpt2,
+    gpt_neox,
+    granite,
+    granite4,
+    keys,
+    llama,
+    mistral,
+    olmo2,
+    olmo3,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+)
+from rlhf_jax.models.families.hybrids import gemma4, qwen3_5
+from rlhf_jax.models.families.mixtures import gpt_oss, mixtral, qwen3_moe
+
+_SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+)
 
 
-def _gpt2(
-    hidden_size: int, num_layers: int, num_heads: int, **others: Any
-) -> ModelConfig:
-    others = {"vocab_size": 50_257, "max_positions": 1024} | others
-    return config.gpt2(
-        hidden_size=hidden_size, num_layers=num_layers, num_heads=num_heads, **others
-    )
+def _read(family: keys.Family, *sizes: int, **options: Any) -> ModelConfig:
+    """The model of a config.json with these sizes, in the order above, and options."""
+    return family.config_from_hf({**dict(zip(_SIZES, sizes, strict=False)), **options})
+
+
+def _gpt2(n_embd: int, n_layer: int, n_head: int) -> ModelConfig:
+    lengths = {"vocab_size": 50_257, "n_positions": 1024}
+    sizes = {"n_embd": n_embd, "n_layer": n_layer, "n_head": n_head}
+    return gpt2.config_from_hf(lengths | sizes)
 
 
 def _pythia(*sizes: int, vocab_size: int = 50_304) -> ModelConfig:
-    plain = _gpt2(*sizes, vocab_size=vocab_size, max_positions=2048)
-    return dataclasses.replace(
-        plain,
-        family="gpt_neox",
-        positions="rope",
-        rotary_dim=plain.head_dim // 4,
-        activation="gelu",
-        parallel_residual=True,
-        tied_head=False,
+    return _read(
+        gpt_neox.FAMILY,
+        *sizes,
+        intermediate_size=4 * sizes[0],
+        vocab_size=vocab_size,
+        max_position_embeddings=2048,
     )
 
 
-def _llama(
-    hidden_size: int,
-    num_layers: int,
-    num_heads: int,
-    num_kv_heads: int,
-    intermediate_size: int,
-    *,
-    norm_eps: float = 1e-5,
-    **others: Any,
-) -> ModelConfig:
-    plain = config.llama(
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        intermediate_size=intermediate_size,
-        **others,
-    )
-    return dataclasses.replace(plain, norm_eps=norm_eps)
+def _llama_3_scaled(factor: float) -> dict[str, Any]:
+    """Options of Llama 3.1 and 3.2, whose context was stretched."""
+    scaling = {"rope_type": "llama3", "factor": factor}
+    scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling |= {"original_max_position_embeddings": 8192}
+    return {"max_position_embeddings": 131_072, "rope_scaling": scaling}
 
 
-_llama_2 = functools.partial(_llama, vocab_size=32_000, max_positions=4096)
+_llama_2 = functools.partial(
+    *(_read, llama.FAMILY),
+    vocab_size=32_000,
+    max_position_embeddings=4096,
+    rms_norm_eps=1e-5,
+)
 _llama_3 = functools.partial(
-    _llama, vocab_size=128_256, rope_theta=500_000.0, max_positions=8192
+    *(_read, llama.FAMILY),
+    vocab_size=128_256,
+    max_position_embeddings=8192,
+    rms_norm_eps=1e-5,
+    rope_theta=500_000.0,
 )
-_llama_3_1 = functools.partial(
-    _llama_3, max_positions=131_072, rope_scaling=RopeScaling("llama3", 8.0)
-)
+_llama_3_1 = functools.partial(_llama_3, **_llama_3_scaled(8.0))
 _llama_3_2 = functools.partial(
-    _llama_3,
-    max_positions=131_072,
-    rope_scaling=RopeScaling("llama3", 32.0),
-    tied_head=True,
+    _llama_3, **_llama_3_scaled(32.0), tie_word_embeddings=True
 )
 _8B = (4096, 32, 32, 8, 14_336)
 _70B = (8192, 80, 64, 8, 28_672)
+_qwen2 = functools.partial(
+    *(_read, qwen2.FAMILY), rope_theta=1e6, max_position_embeddings=131_072
+)
+_qwen3 = functools.partial(
+    *(_read, qwen3.FAMILY),
+    vocab_size=151_936,
+    max_position_embeddings=40_960,
+    rope_theta=1e6,
+)
+_qwen3_5 = functools.partial(
+    *(_read, qwen3_5.FAMILY),
+    vocab_size=248_320,
+    max_position_embeddings=262_144,
+    rope_theta=1e7,
+)
+_gemma_2 = functools.partial(
+    *(_read, gemma2.FAMILY), vocab_size=256_000, max_position_embeddings=8192
+)
+_gemma_3 = functools.partial(
+    *(_read, gemma3.FAMILY),
+    sliding_window=1024,
+    rope_scaling={"rope_type": "linear", "factor": 8.0},
+)
+_gemma_4 = functools.partial(
+    *(_read, gemma4.FAMILY),
+    max_position_embeddings=131_072,
+    final_logit_softcapping=30.0,
+)
+_olmo_2 = functools.partial(
+    *(_read, olmo2.FAMILY),
+    vocab_size=100_352,
+    max_position_embeddings=4096,
+    rms_norm_eps=1e-6,
+    rope_theta=5e5,
+)
+_olmo_3 = functools.partial(
+    *(_read, olmo3.FAMILY),
+    vocab_size=100_278,
+    max_position_embeddings=65_536,
+    rms_norm_eps=1e-6,
+    rope_scaling={
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+    },
+)
 
 
-def _qwen2(*sizes: int, norm_eps: float = 1e-6, **others: Any) -> ModelConfig:
-    """Qwen 2.5, which switches its sliding windows off."""
-    plain = _llama(*sizes, norm_eps=norm_eps, rope_theta=1e6, **others)
-    return dataclasses.replace(plain, family="qwen2", attention_bias=True)
-
-
-def _qwen3(*sizes: int, tied_head: bool = False) -> ModelConfig:
-    plain = _llama(
+def _granite(
+    family: keys.Family, *sizes: int, logits_scaling: float, **options: Any
+) -> ModelConfig:
+    """Attention logits are divided by the dimensions of a head."""
+    hidden_size, _, num_heads, *_ = sizes
+    return _read(
+        family,
         *sizes,
-        norm_eps=1e-6,
-        rope_theta=1e6,
-        vocab_size=151_936,
-        max_positions=40_960,
-        head_dim=128,
-        tied_head=tied_head,
-    )
-    return dataclasses.replace(plain, family="qwen3", query_key_norm=True)
-
-
-def _gemma(
-    *sizes: int, query_scalar: int = 256, window: int, period: int, **others: Any
-) -> ModelConfig:
-    """Every `period`-th layer is global; queries are scaled by query_scalar ** -0.5."""
-    others = {"norm_eps": 1e-6, "tied_head": True, "head_dim": 256} | others
-    plain = _llama(*sizes, **others)
-    return dataclasses.replace(
-        plain,
-        activation="gelu_tanh",
-        norm_from_one=True,
-        post_norms=True,
-        query_scale=query_scalar**-0.5,
-        embed_scale=plain.hidden_size**0.5,
-        sliding_window=window,
-        local_layers=tuple((i + 1) % period != 0 for i in range(plain.num_layers)),
-    )
-
-
-def _gemma_2(*sizes: int, **others: Any) -> ModelConfig:
-    lengths = {"vocab_size": 256_000, "max_positions": 8192, "window": 4096}
-    return dataclasses.replace(
-        _gemma(*sizes, **lengths, period=2, **others),
-        family="gemma2",
-        attention_softcap=50.0,
-        logit_softcap=30.0,
-    )
-
-
-def _gemma_3(*sizes: int, **others: Any) -> ModelConfig:
-    """Defaults are those of the language models of multimodal checkpoints."""
-    lengths = {"vocab_size": 262_208, "max_positions": 131_072, "window": 1024}
-    scaling = {"rope_theta": 1e6, "rope_scaling": RopeScaling("linear", 8.0)}
-    return dataclasses.replace(
-        _gemma(*sizes, **(lengths | scaling | others), period=6),
-        family="gemma3_text",
-        query_key_norm=True,
-        rope_local_theta=1e4,
-    )
-
-
-def _gemma_4(
-    *sizes: int, heads: GlobalHeads, max_positions: int = 131_072, **others: Any
-) -> ModelConfig:
-    """The language model of a multimodal one."""
-    shape = {"window": 512, "period": 6} | others
-    lengths = {"vocab_size": 262_144, "max_positions": max_positions}
-    return dataclasses.replace(
-        _gemma(*sizes, rope_theta=1e6, **lengths, **shape),
-        family="gemma4_text",
-        norm_from_one=False,
-        rope_scaling=RopeScaling("proportional", 1.0, share=0.25),
-        rope_local_theta=1e4,
-        query_key_norm=True,
-        query_scale=1.0,
-        value_norm=True,
-        layer_scale=True,
-        global_heads=heads,
-        logit_softcap=30.0,
-    )
-
-
-def _gemma_4_e(
-    *sizes: int, shared_layers: int, wide: bool = False, period: int
-) -> ModelConfig:
-    """One that has embeddings for each layer."""
-    plain = _gemma_4(*sizes, heads=GlobalHeads(512, sizes[3]), period=period)
-    return dataclasses.replace(
-        plain, per_layer_width=256, shared_layers=shared_layers, wide_shared_mlp=wide
-    )
-
-
-def _olmo_2(
-    *sizes: int, vocab_size: int = 100_352, max_positions: int = 4096, **others: Any
-) -> ModelConfig:
-    lengths = {"vocab_size": vocab_size, "max_positions": max_positions}
-    plain = _llama(*sizes, norm_eps=1e-6, rope_theta=5e5, **lengths, **others)
-    return dataclasses.replace(
-        plain,
-        family="olmo2",
-        query_key_norm=True,
-        joint_head_norm=True,
-        pre_norms=False,
-        post_norms=True,
-    )
-
-
-def _olmo_3(*sizes: int) -> ModelConfig:
-    yarn = RopeScaling(
-        *("yarn", 8.0),
-        original_max_positions=8192,
-        attention_factor=0.1 * math.log(8.0) + 1.0,
-    )
-    lengths = {"vocab_size": 100_278, "max_positions": 65_536}
-    plain = _olmo_2(*sizes, **lengths, rope_scaling=yarn)
-    return dataclasses.replace(
-        plain,
-        family="olmo3",
-        rope_local_theta=5e5,
-        sliding_window=4096,
-        local_layers=tuple((i + 1) % 4 != 0 for i in range(plain.num_layers)),
-    )
-
-
-def _smollm_3(*sizes: int) -> ModelConfig:
-    lengths = {"vocab_size": 128_256, "max_positions": 65_536}
-    plain = _llama(*sizes, norm_eps=1e-6, rope_theta=5e6, tied_head=True, **lengths)
-    return dataclasses.replace(
-        plain,
-        family="smollm3",
-        unrotated_layers=tuple((i + 1) % 4 == 0 for i in range(plain.num_layers)),
-    )
-
-
-def _granite_3_3(*sizes: int, head_dim: int, logit_divisor: float) -> ModelConfig:
-    """Attention logits are multiplied by 1 / head_dim."""
-    lengths = {"vocab_size": 49_159, "max_positions": 131_072}
-    plain = _llama(*sizes, rope_theta=1e7, tied_head=True, head_dim=head_dim, **lengths)
-    return dataclasses.replace(
-        plain,
-        family="granite",
-        embed_scale=12.0,
-        residual_scale=0.22,
-        query_scale=1.0 / head_dim,
-        logit_divisor=logit_divisor,
-    )
-
-
-def _granite_4(
-    *sizes: int, head_dim: int, logit_divisor: float, residual_scale: float = 0.22
-) -> ModelConfig:
-    plain = _granite_3_3(*sizes, head_dim=head_dim, logit_divisor=logit_divisor)
-    return dataclasses.replace(
-        plain,
-        family="granitemoehybrid",
-        vocab_size=100_352,
-        residual_scale=residual_scale,
-    )
-
-
-def _qwen_3_5(
-    *sizes: int, value_heads: int = 32, tied_head: bool = False
-) -> ModelConfig:
-    """Three DeltaNets per attention layer, which rotates a quarter of every head."""
-    plain = _llama(
-        *sizes,
-        norm_eps=1e-6,
+        max_position_embeddings=131_072,
+        rms_norm_eps=1e-5,
         rope_theta=1e7,
-        vocab_size=248_320,
-        max_positions=262_144,
-        head_dim=256,
-        tied_head=tied_head,
-    )
-    return dataclasses.replace(
-        plain,
-        family="qwen3_5_text",
-        rotary_dim=64,
-        norm_from_one=True,
-        query_key_norm=True,
-        output_gate=True,
-        delta_net=DeltaNet(16, value_heads, key_dim=128, value_dim=128),
-        recurrent_layers=tuple((i + 1) % 4 != 0 for i in range(plain.num_layers)),
+        tie_word_embeddings=True,
+        embedding_multiplier=12.0,
+        attention_multiplier=num_heads / hidden_size,
+        logits_scaling=logits_scaling,
+        **{"residual_multiplier": 0.22} | options,
     )
 
 
-def _windowed(family: str, plain: ModelConfig, *, window: int) -> ModelConfig:
-    """A Llama of another family, with a sliding window in every layer."""
-    return dataclasses.replace(in_every_layer(plain, window=window), family=family)
+def _granite_4(*sizes: int, **options: Any) -> ModelConfig:
+    return _granite(
+        granite4.FAMILY,
+        *sizes,
+        vocab_size=100_352,
+        shared_intermediate_size=sizes[-1],
+        num_local_experts=0,
+        layer_types=["attention"] * sizes[1],
+        position_embedding_type="rope",
+        **options,
+    )
+
+
+def _gpt_oss(num_layers: int, experts: int) -> ModelConfig:
+    return _read(
+        gpt_oss.FAMILY,
+        *(2880, num_layers, 64, 8, 2880),
+        vocab_size=201_088,
+        max_position_embeddings=131_072,
+        num_local_experts=experts,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+    )
 
 
 KNOWN: dict[str, ModelConfig] = {
@@ -280,39 +199,35 @@ KNOWN: dict[str, ModelConfig] = {
     "llama-3-70b": _llama_3(*_70B),
     "llama-3.1-8b": _llama_3_1(*_8B),
     "llama-3.1-70b": _llama_3_1(*_70B),
-    "llama-3.2-1b": _llama_3_2(2048, 16, 32, 8, 8192, head_dim=64),
-    "llama-3.2-3b": _llama_3_2(3072, 28, 24, 8, 8192, head_dim=128),
+    "llama-3.2-1b": _llama_3_2(2048, 16, 32, 8, 8192),
+    "llama-3.2-3b": _llama_3_2(3072, 28, 24, 8, 8192),
     # Qwen team 2024, arXiv:2412.15115, table 1.
     "qwen2.5-0.5b": _qwen2(
         *(896, 24, 14, 2, 4864),
         vocab_size=151_936,
-        max_positions=32_768,
-        tied_head=True,
+        max_position_embeddings=32_768,
+        tie_word_embeddings=True,
     ),
     "qwen2.5-1.5b": _qwen2(
-        *(1536, 28, 12, 2, 8960),
-        vocab_size=151_936,
-        max_positions=131_072,
-        tied_head=True,
+        *(1536, 28, 12, 2, 8960), vocab_size=151_936, tie_word_embeddings=True
     ),
-    "qwen2.5-7b": _qwen2(
-        *(3584, 28, 28, 4, 18_944), vocab_size=152_064, max_positions=131_072
-    ),
+    "qwen2.5-7b": _qwen2(*(3584, 28, 28, 4, 18_944), vocab_size=152_064),
     "qwen2.5-72b": _qwen2(
-        *(8192, 80, 64, 8, 29_568),
-        vocab_size=152_064,
-        max_positions=131_072,
-        norm_eps=1e-5,
+        *(8192, 80, 64, 8, 29_568), vocab_size=152_064, rms_norm_eps=1e-5
     ),
     # Qwen team 2025, arXiv:2505.09388, table 1.
-    "qwen3-0.6b": _qwen3(1024, 28, 16, 8, 3072, tied_head=True),
+    "qwen3-0.6b": _qwen3(1024, 28, 16, 8, 3072, tie_word_embeddings=True),
     "qwen3-8b": _qwen3(4096, 36, 32, 8, 12_288),
-    "qwen3.5-4b": _qwen_3_5(2560, 32, 16, 4, 9216, tied_head=True),
-    "qwen3.5-9b": _qwen_3_5(4096, 32, 16, 4, 12_288),
-    "qwen3.5-27b": _qwen_3_5(5120, 64, 24, 4, 17_408, value_heads=48),
+    "qwen3.5-4b": _qwen3_5(2560, 32, 16, 4, 9216, tie_word_embeddings=True),
+    "qwen3.5-9b": _qwen3_5(4096, 32, 16, 4, 12_288),
+    "qwen3.5-27b": _qwen3_5(5120, 64, 24, 4, 17_408, linear_num_value_heads=48),
     # Jiang et al. 2023, arXiv:2310.06825, table 1.
-    "mistral-7b": _windowed(
-        "mistral", _llama(*_8B, vocab_size=32_000, max_positions=32_768), window=4096
+    "mistral-7b": _read(
+        mistral.FAMILY,
+        *_8B,
+        vocab_size=32_000,
+        max_position_embeddings=32_768,
+        rms_norm_eps=1e-5,
     ),
     # Biderman et al. 2023, arXiv:2304.01373, table 1.
     "pythia-160m": _pythia(768, 12, 12),
@@ -326,34 +241,43 @@ KNOWN: dict[str, ModelConfig] = {
     "gemma-2-2b": _gemma_2(2304, 26, 8, 4, 9216),
     "gemma-2-9b": _gemma_2(3584, 42, 16, 8, 14_336),
     "gemma-2-27b": _gemma_2(
-        *(4608, 46, 32, 16, 36_864), head_dim=128, query_scalar=144
+        *(4608, 46, 32, 16, 36_864), head_dim=128, query_pre_attn_scalar=144
     ),
     # Gemma team 2025, arXiv:2503.19786, tables 1 and 2.
     "gemma-3-1b": _gemma_3(
         *(1152, 26, 4, 1, 6912),
         vocab_size=262_144,
-        max_positions=32_768,
-        window=512,
+        max_position_embeddings=32_768,
+        sliding_window=512,
         rope_scaling=None,
     ),
     "gemma-3-4b": _gemma_3(2560, 34, 8, 4, 10_240),
     "gemma-3-12b": _gemma_3(3840, 48, 16, 8, 15_360),
-    "gemma-3-27b": _gemma_3(5376, 62, 32, 16, 21_504, head_dim=128, query_scalar=168),
-    "gemma-4-e2b": _gemma_4_e(
-        *(1536, 35, 8, 1, 6144), shared_layers=20, wide=True, period=5
+    "gemma-3-27b": _gemma_3(
+        *(5376, 62, 32, 16, 21_504), head_dim=128, query_pre_attn_scalar=168
     ),
-    "gemma-4-e4b": _gemma_4_e(2560, 42, 8, 2, 10_240, shared_layers=18, period=6),
+    "gemma-4-e2b": _gemma_4(
+        *(1536, 35, 8, 1, 6144),
+        layer_types=[*["sliding_attention"] * 4, "full_attention"] * 7,
+        num_kv_shared_layers=20,
+        use_double_wide_mlp=True,
+    ),
+    "gemma-4-e4b": _gemma_4(2560, 42, 8, 2, 10_240, num_kv_shared_layers=18),
     "gemma-4-31b": _gemma_4(
         *(5376, 60, 32, 16, 21_504),
-        heads=GlobalHeads(512, 4, keys_as_values=True),
-        max_positions=262_144,
-        window=1024,
+        max_position_embeddings=262_144,
+        sliding_window=1024,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=4,
+        hidden_size_per_layer_input=0,
     ),
     # Abdin et al. 2024, arXiv:2404.14219, section 2.
-    "phi-3-mini-4k": _windowed(
-        "phi3",
-        _llama(3072, 32, 32, 32, 8192, vocab_size=32_064, max_positions=4096),
-        window=2047,
+    "phi-3-mini-4k": _read(
+        phi3.FAMILY,
+        *(3072, 32, 32, 32, 8192),
+        vocab_size=32_064,
+        max_position_embeddings=4096,
+        sliding_window=2047,
     ),
     # Walsh et al. 2025, arXiv:2501.00656, table 2.
     "olmo-2-1b": _olmo_2(2048, 16, 16, 16, 8192),
@@ -363,21 +287,48 @@ KNOWN: dict[str, ModelConfig] = {
     # Olmo team 2025, arXiv:2512.13961.
     "olmo-3-7b": _olmo_3(4096, 32, 32, 32, 11_008),
     "olmo-3-32b": _olmo_3(5120, 64, 40, 8, 27_648),
-    "smollm3-3b": _smollm_3(2048, 36, 16, 4, 11_008),
-    "granite-3.3-2b": _granite_3_3(
-        *(2048, 40, 32, 8, 8192), head_dim=64, logit_divisor=8.0
+    "smollm3-3b": _read(
+        smollm3.FAMILY,
+        *(2048, 36, 16, 4, 11_008),
+        vocab_size=128_256,
+        max_position_embeddings=65_536,
+        rope_theta=5e6,
     ),
-    "granite-3.3-8b": _granite_3_3(
-        *(4096, 40, 32, 8, 12_800), head_dim=128, logit_divisor=16.0
+    "granite-3.3-2b": _granite(
+        granite.FAMILY,
+        *(2048, 40, 32, 8, 8192),
+        vocab_size=49_159,
+        logits_scaling=8.0,
+    ),
+    "granite-3.3-8b": _granite(
+        granite.FAMILY,
+        *(4096, 40, 32, 8, 12_800),
+        vocab_size=49_159,
+        logits_scaling=16.0,
     ),
     "granite-4.0-350m": _granite_4(
-        *(1024, 28, 16, 4, 2048), head_dim=64, logit_divisor=4.0, residual_scale=0.263
+        *(1024, 28, 16, 4, 2048), residual_multiplier=0.263, logits_scaling=4.0
     ),
-    "granite-4.0-1b": _granite_4(
-        *(2048, 40, 16, 4, 4096), head_dim=128, logit_divisor=8.0
+    "granite-4.0-1b": _granite_4(2048, 40, 16, 4, 4096, logits_scaling=8.0),
+    "granite-4.0-micro": _granite_4(2560, 40, 40, 8, 8192, logits_scaling=10.0),
+    # Qwen team 2025, arXiv:2505.09388, table 2.
+    "qwen3-30b-a3b": _read(
+        qwen3_moe.FAMILY,
+        *(2048, 48, 32, 4),
+        head_dim=128,
+        vocab_size=151_936,
+        max_position_embeddings=40_960,
+        rope_theta=1e6,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
     ),
-    "granite-4.0-micro": _granite_4(
-        *(2560, 40, 40, 8, 8192), head_dim=64, logit_divisor=10.0
+    # Jiang et al. 2024, arXiv:2401.04088, table 1.
+    "mixtral-8x7b": _read(
+        mixtral.FAMILY, *_8B, vocab_size=32_000, max_position_embeddings=32_768
     ),
-    **known.KNOWN,
+    # OpenAI 2025, arXiv:2508.10925, table 1.
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
 }

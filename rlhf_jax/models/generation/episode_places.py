@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models.attention import quantise
-from rlhf_jax.models.caches import Caches, DeltaState, Kept, blank_state
+from rlhf_jax.models.caches import Caches, DeltaState, blank
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation.sampling import Drawn
 
@@ -56,16 +54,6 @@ def empty(model: ModelConfig, *, places: int, columns: int, key: Array) -> Episo
       key: key[], any key.
     """
 
-    def blank(layer: int) -> Kept:
-        if model.is_recurrent(layer):
-            return blank_state(model, rows=places)
-        own = model.at(layer)
-        shape = (places, own.num_kv_heads, columns, own.head_dim)
-        one = jnp.zeros(shape, model.dtype)
-        cached: Any = quantise(one) if model.cache == "int8" else one
-        return () if model.source(layer) is not None else (cached, cached)
-
-    caches = tuple(map(blank, range(model.num_layers)))
     return Episodes(
         tokens=jnp.zeros((places, columns), jnp.int32),
         sampled=jnp.zeros((places, columns), bool),
@@ -77,7 +65,10 @@ def empty(model: ModelConfig, *, places: int, columns: int, key: Array) -> Episo
         limit=jnp.zeros(places, jnp.int32),
         drawing=jnp.zeros(places, bool),
         keys=jnp.broadcast_to(key, (places,)),
-        caches=jax.tree.map(jnp.array, caches),  # separate buffers, to be donated
+        caches=tuple(
+            blank(model, layer, rows=places, columns=columns)
+            for layer in range(model.num_layers)
+        ),
     )
 
 

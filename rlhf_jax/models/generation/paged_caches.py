@@ -16,15 +16,9 @@ import jax.numpy as jnp
 
 from rlhf_jax.functional.errors import refuse
 from rlhf_jax.models import axes
-from rlhf_jax.models.attention import Columns, ring
+from rlhf_jax.models.attention import ring
 from rlhf_jax.models.cached_decoder import Seen
-from rlhf_jax.models.caches import (
-    Caches,
-    Int8Columns,
-    Kept,
-    as_cached,
-    blank_state,
-)
+from rlhf_jax.models.caches import Caches, Columns, Kept, as_cached, blank, width
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation import page_table
 from rlhf_jax.models.generation.page_table import PageTable, pages_of
@@ -69,25 +63,13 @@ def _faults(model: ModelConfig, *, longest: int) -> Iterator[str]:
 def empty(model: ModelConfig, *, places: int, pages: int, longest: int) -> Caches:
     """Empty caches, for B places and N pages."""
 
-    def zeros(layer: int) -> Columns:
-        count, columns, own = places, model.sliding_window, model.at(layer)
+    def of_layer(layer: int) -> Kept:
         if in_pages(model, layer, longest=longest):
-            count, columns = pages, model.page_size
-        shape = (count, own.num_kv_heads, columns, own.head_dim)
-        if model.cache == "int8":
-            return Int8Columns(
-                values=jnp.zeros(shape, jnp.int8),
-                scales=jnp.zeros(shape[:-1], jnp.float32),
-            )
-        return jnp.zeros(shape, model.dtype)
+            return blank(model, layer, rows=pages, columns=model.page_size)
+        columns = width(model, layer, columns=longest)
+        return blank(model, layer, rows=places, columns=columns)
 
-    def blank(layer: int) -> Kept:
-        if model.is_recurrent(layer):
-            return blank_state(model, rows=places)
-        reads = model.source(layer) is not None
-        return () if reads else (zeros(layer), zeros(layer))
-
-    return tuple(map(blank, range(model.num_layers)))
+    return tuple(map(of_layer, range(model.num_layers)))
 
 
 def filled(

@@ -325,16 +325,15 @@ def read_prompts(
     """
     params, model, _, record = sampled
     # One prompt of each group is run, and its cache repeated.
-    last, key_values, experts = prefill(
+    last, kept, experts = prefill(
         params,
         model=model,
         tokens=tokens[::group_size],
         mask=mask[::group_size],
         record=record,
     )
-    caches = unstack(key_values, model=model)
-    if model.by_kind:
-        caches = tuple(next(iter(layer.values()), ()) for layer in caches)
+    layers = unstack(kept, model=model)
+    caches = tuple(next(iter(layer.values()), ()) for layer in layers)
     last, caches, experts = jax.tree.map(
         lambda leaf: jnp.repeat(leaf, group_size, axis=0), (last, caches, experts)
     )

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 
-from rlhf_jax.models.attention import AttentionMask
 from rlhf_jax.models.axes import Cut, balanced
+from rlhf_jax.models.positions import AttentionMask
 
 SIZE = 29
 # Left padding, right padding, none, packed texts with padding around, padding alone.

@@ -11,14 +11,11 @@ import tiny
 
 from rlhf_jax import policy
 from rlhf_jax.devices.mesh_shape import MeshShape
-from rlhf_jax.models.attention import (
-    AttentionMask,
-    attend_xla,
-    blockwise_passes,
-)
+from rlhf_jax.models.attention import attend_xla, blockwise_passes
 from rlhf_jax.models.attention.blockwise import attend_blockwise
 from rlhf_jax.models.attention.blockwise_passes import Masked
 from rlhf_jax.models.attention.per_device import attend_per_device
+from rlhf_jax.models.positions import AttentionMask
 
 
 def visited(segments, *, prefixes=None, window=None, block=4, of_keys=False):

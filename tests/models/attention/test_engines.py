@@ -13,14 +13,10 @@ import pytest
 from rlhf_jax import config
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import layout
-from rlhf_jax.models.attention import (
-    AttentionMask,
-    attend_xla,
-    cudnn,
-    splash,
-)
+from rlhf_jax.models.attention import attend_xla, cudnn, splash
 from rlhf_jax.models.attention.blockwise import attend_blockwise
 from rlhf_jax.models.attention.cudnn import attend_cudnn
+from rlhf_jax.models.positions import AttentionMask
 
 # Four blocks of 29 columns, the last of them with room.
 ENGINES = {

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import toys
 
-from rlhf_jax.models.attention import append, attend_to, quantise
+from rlhf_jax.models.attention import attend_to
+from rlhf_jax.models.caches import append, quantise
 
 SHAPE = (2, 2, 6, 8)  # rows, key-value heads, columns, head_dim
 

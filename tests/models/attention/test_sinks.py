@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax.models.attention import AttentionMask, attend_xla
+from rlhf_jax.models.attention import attend_xla
 from rlhf_jax.models.attention.blockwise import attend_blockwise
+from rlhf_jax.models.positions import AttentionMask
 
 RNG = np.random.default_rng(0)
 B, H, K, S, D = 2, 4, 2, 11, 8

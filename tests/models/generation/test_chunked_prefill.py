@@ -33,7 +33,8 @@ def test_chunks_give_the_whole_pass(model, chunk):
     hidden, caches, _ = prefilled(model, None, params)
     output, chunked, _ = prefilled(model, chunk, params)
     np.testing.assert_allclose(output, hidden, rtol=1e-5, atol=1e-5)
-    for one, other in zip(chunked, caches, strict=True):
+    assert chunked.keys() == caches.keys() == {"attention"}
+    for one, other in zip(chunked["attention"], caches["attention"], strict=True):
         visible = np.asarray(PROMPTS.mask)[None, :, None, :, None]
         np.testing.assert_allclose(
             np.where(visible, one, 0), np.where(visible, other, 0), rtol=1e-5, atol=1e-5

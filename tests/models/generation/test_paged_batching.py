@@ -16,7 +16,7 @@ from rlhf_jax import decode, hf, policy
 from rlhf_jax.devices import program_cache, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import attention
+from rlhf_jax.models import attention, caches
 from rlhf_jax.models.attention import pages as pages_module
 from rlhf_jax.models.generation import paged_caches, sampling
 
@@ -354,7 +354,7 @@ def test_attention_to_pages_by_hand(softcap, cache):
     )
     pools = tuple(map(jnp.asarray, (keys, values)))
     if cache == "int8":
-        pools = tuple(map(attention.quantise, pools))
+        pools = tuple(map(caches.quantise, pools))
 
     def run(query, pools, new):
         pools = attention.append_to_pages(pools, new, pages=where)

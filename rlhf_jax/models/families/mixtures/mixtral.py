@@ -8,14 +8,13 @@ from typing import Any
 
 from rlhf_jax.models.config import Experts, ModelConfig
 from rlhf_jax.models.families import keys, llama
-from rlhf_jax.models.families.mistral import in_every_layer
-from rlhf_jax.models.families.options import fields
+from rlhf_jax.models.families.options import fields, windows
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """The decoder of a Mixtral `config.json`."""
     defaults = {"rope_theta": 1e6, "rms_norm_eps": 1e-5}
-    model = in_every_layer(
+    model = windows.in_every_layer(
         llama.decoder_from_hf(fields.filled(config, defaults), family="mixtral"),
         window=config.get("sliding_window"),
     )
@@ -38,16 +37,20 @@ def config_to_hf(model: ModelConfig) -> dict[str, Any]:
 
 
 def key_table(model: ModelConfig) -> keys.Table:
-    """Llama's names around the router and one tensor for each expert's matrix."""
-    theirs, ours = "model.layers.{layer}.block_sparse_moe", "layers/experts"
+    """Llama's names around a router and experts."""
+    experts = expert_keys("block_sparse_moe", gate="w1", up="w3", down="w2")
+    return llama.table(model, *llama.attention_keys(model), *experts)
+
+
+def expert_keys(block: str, *, gate: str, up: str, down: str) -> tuple[keys.Key, ...]:
+    """The router of a block of that name, and one tensor for each expert's matrix."""
+    theirs, ours = f"model.layers.{{layer}}.{block}", "layers/experts"
     expert = f"{theirs}.experts.{{expert}}"
-    return llama.table(
-        model,
-        *llama.attention_keys(model),
+    return (
         keys.Key(f"{theirs}.gate.weight", (f"{ours}/router/weight",), "transposed"),
-        *keys.linear(f"{expert}.w1", f"{ours}/gate", bias=False),
-        *keys.linear(f"{expert}.w3", f"{ours}/up", bias=False),
-        *keys.linear(f"{expert}.w2", f"{ours}/down", bias=False),
+        *keys.linear(f"{expert}.{gate}", f"{ours}/gate", bias=False),
+        *keys.linear(f"{expert}.{up}", f"{ours}/up", bias=False),
+        *keys.linear(f"{expert}.{down}", f"{ours}/down", bias=False),
     )
 
 

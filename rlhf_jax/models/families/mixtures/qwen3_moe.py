@@ -8,8 +8,8 @@ from typing import Any
 
 from rlhf_jax.models.config import Experts, ModelConfig
 from rlhf_jax.models.families import keys, llama
-from rlhf_jax.models.families.mistral import in_every_layer
-from rlhf_jax.models.families.options import fields
+from rlhf_jax.models.families.mixtures import mixtral
+from rlhf_jax.models.families.options import fields, windows
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
@@ -30,7 +30,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     if not fields.option(config, "use_sliding_window", False):
         window = None
     return dataclasses.replace(
-        in_every_layer(model, window=window),
+        windows.in_every_layer(model, window=window),
         query_key_norm=True,
         experts=Experts(
             count=fields.required({"num_experts": count}, "num_experts"),
@@ -59,17 +59,11 @@ def config_to_hf(model: ModelConfig) -> dict[str, Any]:
 
 
 def key_table(model: ModelConfig) -> keys.Table:
-    """Llama's names around the router and one tensor for each expert's matrix."""
-    theirs, ours = "model.layers.{layer}.mlp", "layers/experts"
-    expert = f"{theirs}.experts.{{expert}}"
-    return llama.table(
-        model,
-        *llama.attention_keys(model),
-        keys.Key(f"{theirs}.gate.weight", (f"{ours}/router/weight",), "transposed"),
-        *keys.linear(f"{expert}.gate_proj", f"{ours}/gate", bias=False),
-        *keys.linear(f"{expert}.up_proj", f"{ours}/up", bias=False),
-        *keys.linear(f"{expert}.down_proj", f"{ours}/down", bias=False),
+    """Llama's names around a router and experts."""
+    experts = mixtral.expert_keys(
+        "mlp", gate="gate_proj", up="up_proj", down="down_proj"
     )
+    return llama.table(model, *llama.attention_keys(model), *experts)
 
 
 FAMILY = keys.Family(

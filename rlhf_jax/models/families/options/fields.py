@@ -40,10 +40,6 @@ def _positive(value: Any) -> bool:
     return _number(value) and value > 0
 
 
-def _text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def _texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
@@ -115,7 +111,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
         ),
     ),
     "a text": (
-        _text,
+        _is(str),
         (
             *("model_type", "activation_function", "hidden_act", "hidden_activation"),
             *("rope_type", "type", "position_embedding_type"),

@@ -62,6 +62,12 @@ def from_hf(
     return dataclasses.replace(model, sliding_window=window, local_layers=local)
 
 
+def in_every_layer(model: ModelConfig, *, window: int | None) -> ModelConfig:
+    """The model with a window, in tokens, in every layer; None is no window."""
+    local = () if window is None else (True,) * model.num_layers
+    return dataclasses.replace(model, sliding_window=window, local_layers=local)
+
+
 def layer_types(model: ModelConfig) -> list[str]:
     """The option `layer_types` of a model."""
     return [_NAMES[model.is_local(layer)] for layer in range(model.num_layers)]
