@@ -90,6 +90,7 @@ _NORMS = (
     ("per_layer_norm",),
     *(("attention_norm",), ("mlp_norm",)),
     *(("attention_post_norm",), ("mlp_post_norm",)),
+    *(("dense_post_norm",), ("experts_norm",), ("experts_post_norm",)),
 )
 # By the end of the path. Layers are stacked: their first axis is "layers".
 PARAMETERS: dict[tuple[str, ...], Names] = {
@@ -122,6 +123,8 @@ PARAMETERS: dict[tuple[str, ...], Names] = {
     },
     ("experts", "router", "weight"): ("layers", "embed", None),
     ("experts", "router", "bias"): ("layers", None),
+    ("experts", "router", "scale"): ("layers", None),
+    ("experts", "scale"): ("layers", None),
     ("final_norm", "scale"): (None,),
     ("final_norm", "bias"): (None,),
     ("head", "kernel"): ("vocab", "embed"),

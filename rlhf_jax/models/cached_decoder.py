@@ -246,29 +246,33 @@ def prefill(
         def of_kinds(
             x: Array, one: Sequence[Any], number: int, shared: Any
         ) -> tuple[Array, dict[str, Any]]:
-            (params, kept, *more), module = one, model.mixer(number)
+            (params, kept, inputs), module = one, model.mixer(number)
             local, recurrent = model.is_local(number), model.is_recurrent(number)
             sees, rotary = (near, narrow) if local else (visible, everything)
             source: Any = shared.get(local)
-            output: Any = block_of(model, number).apply(
-                {"params": leaves.read(params)},
+            (x, cache), routing = blocks.apply(
+                block_of(model, number),
+                leaves.read(params),
                 x,
+                experts=Given(tokens=own(mask) if record else None),
                 mask=own(mask) if recurrent else sees,
                 rotary=None if recurrent or model.is_unrotated(number) else rotary,
                 cache=kept[module] if source is None else source,
                 column=start,
-                per_layer=more[0]["per_layer"] if more else None,
+                per_layer=inputs.get("per_layer"),
             )
-            x, cache = output
-            return axes.rows_apart(x), {module: cache} if source is None else {}
+            new = {module: cache} if source is None else {}
+            new |= {} if routing is None else {"chosen": routing.chosen}
+            return axes.rows_apart(x), new
 
         x = decoder.embed(params, model=model, tokens=own(tokens), positions=at)
         inputs = per_layer.inputs(params, x, model=model, tokens=own(tokens))
         x, chosen = axes.rows_apart(x), None
         if model.by_kind:
-            stacks = [params["layers"], caches]
-            stacks += [] if inputs is None else [{"per_layer": inputs}]
+            of_layers = {} if inputs is None else {"per_layer": inputs}
+            stacks = params["layers"], caches, of_layers
             x, caches = in_periods(of_kinds, x, stacks, model=model)
+            chosen = caches.pop("chosen", None)
         else:
             x, (caches, chosen) = jax.lax.scan(
                 layer, x, (params["layers"], caches, local_layers, unrotated)
@@ -294,16 +298,16 @@ def prefill(
     # One chunk after another: each attends to the cache of those before.
     caches, (last, chosen) = jax.lax.scan(run, empty, starts)
     hidden = decoder.final_norm(params, last[-1][:, None], model=model)[:, 0]
+    if chosen is not None:  # [chunks, L, B, N, k]
+        chosen = jnp.moveaxis(chosen, (2, 0, 3, 1), (0, 1, 2, 3))
+        chosen = chosen.reshape(rows, columns, *chosen.shape[3:])[:, room:]
     # Drops the added padding: caches hold P columns, as after a whole pass.
     if model.by_kind:
         kept = {
             name: one if name == "delta_net" else tuple(x[:, :, :, room:] for x in one)
             for name, one in caches.items()
         }
-        return hidden, kept, None
+        return hidden, kept, chosen
     key, value = caches
     key_values = key[:, :, :, room:], value[:, :, :, room:]
-    if chosen is not None:  # [chunks, L, B, N, k]
-        chosen = jnp.moveaxis(chosen, (2, 0, 3, 1), (0, 1, 2, 3))
-        chosen = chosen.reshape(rows, columns, *chosen.shape[3:])[:, room:]
     return hidden, key_values, chosen

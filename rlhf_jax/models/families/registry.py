@@ -12,7 +12,13 @@ import math
 from typing import Any
 
 from rlhf_jax.models import config
-from rlhf_jax.models.config import DeltaNet, GlobalHeads, ModelConfig, RopeScaling
+from rlhf_jax.models.config import (
+    DeltaNet,
+    Experts,
+    GlobalHeads,
+    ModelConfig,
+    RopeScaling,
+)
 from rlhf_jax.models.families.mistral import in_every_layer
 from rlhf_jax.models.families.mixtures import known
 
@@ -348,6 +354,15 @@ KNOWN: dict[str, ModelConfig] = {
         heads=GlobalHeads(512, 4, keys_as_values=True),
         max_positions=262_144,
         window=1024,
+    ),
+    "gemma-4-26b-a4b": dataclasses.replace(
+        _gemma_4(
+            *(2816, 30, 16, 8, 2112),
+            heads=GlobalHeads(512, 2, keys_as_values=True),
+            max_positions=262_144,
+            window=1024,
+        ),
+        experts=Experts(count=128, per_token=8, beside_width=704),
     ),
     # Abdin et al. 2024, arXiv:2404.14219, section 2.
     "phi-3-mini-4k": _windowed(
