@@ -523,6 +523,9 @@ def test_gemma_4_s_heads_are_read_by_layer_and_as_published():
     # As in transformers: other numbers of heads go with values that are keys.
     other = model_of(published | {"attention_k_eq_v": False})
     assert other.global_heads == GlobalHeads(16, 2)
+    # With more than ten layers transformers 5 pads their numbers.
+    padded = {f"0{n}": heads for n, heads in by_layer["per_layer_config"].items()}
+    assert model_of(by_layer | {"per_layer_config": padded}) == model
     del published["global_head_dim"]
     assert model_of(published).global_heads == GlobalHeads(512, 1, True)
 

@@ -123,7 +123,10 @@ def _global_heads(config: Mapping[str, Any], model: ModelConfig) -> GlobalHeads:
     for one in by_layer.values():
         fields.check({"per_layer_config": one})
         fields.check(one, inside="per_layer_config.")
-    listed = [own | by_layer.get(str(layer), {}) for layer in range(model.num_layers)]
+    # transformers pads numbers with zeros: "05" of 35 layers.
+    named = {layer.lstrip("0"): one for layer, one in by_layer.items()}
+    numbers = (str(layer).lstrip("0") for layer in range(model.num_layers))
+    listed = [own | named.get(layer, {}) for layer in numbers]
     expected = [own if model.is_local(n) else listed[-1] for n in range(len(listed))]
     if listed != expected or listed[-1].keys() != own.keys():
         raise InputError(
