@@ -300,11 +300,12 @@ class Block(nn.Module):
     With `model.parallel_residual`, x + attention(norm x) + mlp(norm' x) of the same x
     (Wang & Komatsuzaki 2021, GPT-J). With `model.post_norms` the outputs of attention
     and MLP are normed before they are added, and without `model.pre_norms` their inputs
-    are not normed (OLMo 2, arXiv:2501.00656). Experts stand in place of the MLP, or beside
-    it: norm_1(mlp(norm x)) + norm_2(experts(norm' x)). `model.residual_scale` multiplies
-    what is added. A recurrent block has the module `recurrence` in place of attention. With
-    `model.per_layer_width` W g(x) is added last, g(x) = act(gate x) · per_layer (Gemma
-    3n), and with `model.layer_scale` a scalar multiplies the output.
+    are not normed (OLMo 2, arXiv:2501.00656). Experts are in place of the MLP, or
+    beside it as norm(mlp(norm x)) + norm'(experts(norm" x)) (Gemma 4).
+    `model.residual_scale` multiplies what is added. A recurrent block has the module
+    `recurrence` in place of attention. With `model.per_layer_width` W g(x) is added
+    last, g(x) = act(gate x) · per_layer (Gemma 3n), and with `model.layer_scale` a
+    scalar multiplies the output.
 
     Args of a call:
       x: [B, T, D], in the compute dtype.

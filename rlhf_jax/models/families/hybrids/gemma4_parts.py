@@ -1,7 +1,7 @@
 """What some checkpoints of Gemma 4 have beside attention and MLP, in every layer.
 
-    26B-A4B     a mixture of experts beside the MLP
-    E2B, E4B    embeddings of each layer
+26B-A4B     a mixture of experts beside the MLP
+E2B, E4B    embeddings of each layer
 """
 
 from __future__ import annotations
