@@ -131,18 +131,19 @@ def test_loops_remat_and_a_replay_of_itself_change_nothing(model, options):
 
 
 @pytest.mark.slow
-def test_experts_of_another_pass_are_met_and_weighed_by_this_router():
-    params = noisy(PLAIN)
-    hidden, routing, _ = run(params, TOKENS, MASK, model=PLAIN)
+@pytest.mark.parametrize("model", [PLAIN, BESIDE], ids=["plain", "beside"])
+def test_experts_of_another_pass_are_met_and_weighed_by_this_router(model):
+    params = noisy(model)
+    hidden, routing, _ = run(params, TOKENS, MASK, model=model)
     others = jnp.asarray((np.asarray(routing.chosen) + 1) % 6)
-    moved, again, gradient = run(params, TOKENS, MASK, others, model=PLAIN)
+    moved, again, gradient = run(params, TOKENS, MASK, others, model=model)
     np.testing.assert_array_equal(again.chosen, others)
     assert np.abs(np.asarray(moved - hidden))[MASK].max() > 0.01
     router = gradient["layers"]["experts"]["router"]["weight"]
     assert np.abs(router).max() > 0
     # Where nothing is recorded the router chooses.
     own = jnp.full_like(others, experts.OWN)
-    same, _, _ = run(params, TOKENS, MASK, own, model=PLAIN)
+    same, _, _ = run(params, TOKENS, MASK, own, model=model)
     np.testing.assert_array_equal(same, hidden)
 
 
