@@ -298,16 +298,16 @@ def prefill(
     # One chunk after another: each attends to the cache of those before.
     caches, (last, chosen) = jax.lax.scan(run, empty, starts)
     hidden = decoder.final_norm(params, last[-1][:, None], model=model)[:, 0]
-    if chosen is not None:  # [chunks, L, B, N, k]
-        chosen = jnp.moveaxis(chosen, (2, 0, 3, 1), (0, 1, 2, 3))
-        chosen = chosen.reshape(rows, columns, *chosen.shape[3:])[:, room:]
     # Drops the added padding: caches hold P columns, as after a whole pass.
+    kept: Any
     if model.by_kind:
         kept = {
             name: one if name == "delta_net" else tuple(x[:, :, :, room:] for x in one)
             for name, one in caches.items()
         }
-        return hidden, kept, chosen
-    key, value = caches
-    key_values = key[:, :, :, room:], value[:, :, :, room:]
-    return hidden, key_values, chosen
+    else:
+        kept = tuple(x[:, :, :, room:] for x in caches)
+    if chosen is not None:  # [chunks, L, B, N, k]
+        chosen = jnp.moveaxis(chosen, (2, 0, 3, 1), (0, 1, 2, 3))
+        chosen = chosen.reshape(rows, columns, *chosen.shape[3:])[:, room:]
+    return hidden, kept, chosen
