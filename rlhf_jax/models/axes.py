@@ -73,6 +73,7 @@ _NORMS = (
     *((module, f"{name}_norm") for module in ATTENTIONS for name in ("query", "key")),
     *(("attention_norm",), ("attention_post_norm",)),
     *(("mlp_norm",), ("mlp_post_norm",), ("per_layer_norm",)),
+    *(("dense_post_norm",), ("experts_norm",), ("experts_post_norm",)),
 )
 # By the end of the path. Layers are stacked: their first axis is "layers".
 PARAMETERS: dict[tuple[str, ...], Names] = {
@@ -96,6 +97,8 @@ PARAMETERS: dict[tuple[str, ...], Names] = {
     **_linear(("experts",), _MLP, stacked=("layers", "experts")),
     ("experts", "router", "weight"): ("layers", "embed", None),
     ("experts", "router", "bias"): ("layers", None),
+    ("experts", "router", "scale"): ("layers", None),
+    ("experts", "scale"): ("layers", None),
     **_linear(
         ("delta_net",),
         {

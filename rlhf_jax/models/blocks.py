@@ -291,10 +291,12 @@ class Block(nn.Module):
     With `model.parallel_residual`, x + attention(norm x) + mlp(norm' x) of the same x
     (Wang & Komatsuzaki 2021, GPT-J). With `model.post_norms` the outputs of attention
     and MLP are normed before they are added, and without `model.pre_norms` their inputs
-    are not normed (OLMo 2, arXiv:2501.00656). `model.residual_scale` multiplies what is
-    added. A recurrent block has the module `recurrence` in place of attention. With
-    `model.per_layer_width` W g(x) is added last, g(x) = act(gate x) · per_layer (Gemma
-    3n), and with `model.layer_scale` a scalar multiplies the output.
+    are not normed (OLMo 2, arXiv:2501.00656). Experts are in place of the MLP, or
+    beside it as norm(mlp(norm x)) + norm'(experts(norm" x)) (Gemma 4).
+    `model.residual_scale` multiplies what is added. A recurrent block has the module
+    `recurrence` in place of attention. With `model.per_layer_width` W g(x) is added
+    last, g(x) = act(gate x) · per_layer (Gemma 3n), and with `model.layer_scale` a
+    scalar multiplies the output.
 
     Args of a call:
       x: [B, T, D], in the compute dtype.
@@ -377,13 +379,21 @@ class Block(nn.Module):
             # Imported only for models that have it.
             from rlhf_jax.models.experts.block import Mixture
 
-            z = Mixture(
+            mixture = Mixture(
                 model,
                 activation=ACTIVATIONS[model.activation],
                 init_std=INIT_STD,
                 output_std=residual_std(model),
                 name=NAME,
-            )(between)
+            )
+            if model.experts.beside_width is None:
+                z = mixture(between)
+            else:
+                z = MLP(model, name=self.mlp)(between)
+                routed = Norm(model, scaled=False, name="router_norm")(read)
+                mixed = mixture(Norm(model, name="experts_norm")(read), routed)
+                mixed = Norm(model, name="experts_post_norm")(mixed)
+                z = Norm(model, name="dense_post_norm")(z) + mixed
         x = attended + after("mlp_post_norm", z)
         if per_layer is not None:
             own = columns_from(

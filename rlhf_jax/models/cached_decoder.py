@@ -247,28 +247,32 @@ def prefill(
         def of_kinds(
             x: Array, one: Sequence[Any], number: int, shared: Any
         ) -> tuple[Array, dict[str, Any]]:
-            (params, kept, *more), module = one, model.mixer(number)
+            (params, kept, inputs), module = one, model.mixer(number)
             sees, rotary = sights.of(number, model=model)
             source: Any = shared.get(model.is_local(number))
-            output: Any = block_of(model, number).apply(
-                {"params": leaves.read(params)},
+            (x, cache), routing = blocks.apply(
+                block_of(model, number),
+                leaves.read(params),
                 x,
+                experts=Given(tokens=own(mask) if record else None),
                 mask=sees,
                 rotary=rotary,
                 cache=kept[module] if source is None else source,
                 column=start,
-                per_layer=more[0]["per_layer"] if more else None,
+                per_layer=inputs.get("per_layer"),
             )
-            x, cache = output
-            return axes.rows_apart(x), {module: cache} if source is None else {}
+            new = {module: cache} if source is None else {}
+            new |= {} if routing is None else {"chosen": routing.chosen}
+            return axes.rows_apart(x), new
 
         x = decoder.embed(params, model=model, tokens=own(tokens), positions=at)
         inputs = per_layer.inputs(params, x, model=model, tokens=own(tokens))
         x, chosen = axes.rows_apart(x), None
         if model.by_kind:
-            stacks = [params["layers"], caches]
-            stacks += [] if inputs is None else [{"per_layer": inputs}]
+            of_layers = {} if inputs is None else {"per_layer": inputs}
+            stacks = params["layers"], caches, of_layers
             x, caches = in_periods(of_kinds, x, stacks, model=model)
+            chosen = caches.pop("chosen", None)
         else:
             of_layers = params["layers"], caches["attention"], local_layers, unrotated
             x, (kept, chosen) = jax.lax.scan(layer, x, of_layers)

@@ -103,7 +103,7 @@ class GlobalHeads:
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in place of every layer's MLP (`experts/`)."""
+    """A mixture of experts in every layer, in place of its MLP or beside it."""
 
     count: int  # E, experts of a layer
     per_token: int  # k, experts that a token is routed to
@@ -113,9 +113,15 @@ class Experts:
     # act(gate) · up (gpt-oss); None keeps act(gate) · up.
     gate_limit: float | None = None
     gate_scale: float = 1.702  # s, dimensionless
+    # F of one expert, beside an MLP whose output is added. The router then reads the
+    # normed residual times a learned scale / sqrt(D), and another learned scale of each
+    # expert multiplies its weight (Gemma 4). None: of intermediate_size, and no MLP.
+    beside_width: int | None = None
 
     def __post_init__(self) -> None:
         checks.positive(count=self.count, per_token=self.per_token)
+        if self.beside_width is not None:
+            checks.positive(beside_width=self.beside_width)
         if self.per_token > self.count:
             raise InputError(
                 f"expected at most as many experts per token as there are, "
@@ -177,7 +183,7 @@ class ModelConfig:
     logit_divisor: float = 1.0  # divides the vocabulary logits (Granite)
     residual_scale: float = 1.0  # multiplies what attention and MLP add (Granite)
     embed_scale: float = 1.0  # multiplies token embeddings (Gemma)
-    experts: Experts | None = None  # each of width intermediate_size; None is dense
+    experts: Experts | None = None  # None is dense
     sinks: bool = False  # a learned logit per head in attention's softmax, no value
     vocab_multiple: int = 128  # embedding rows are padded to a multiple of this
     # Ids below vocab_size without a token in the tokenizer, as (start, stop) ranges. No
@@ -274,10 +280,10 @@ class ModelConfig:
                 "expected experts or recurrent_layers, as routing is not recorded "
                 "beside recurrent layers, got both; leave either out"
             )
-        if self.experts is not None and self.by_kind:
+        if self.experts is not None and self.shared_layers:
             yield (
-                "expected experts or layers of several kinds of attention "
-                "(global_heads, shared_layers), got both; leave either out"
+                "expected experts or shared_layers, as routing is recorded in one "
+                "part of the layers, got both; leave either out"
             )
         first = self.num_layers - self.shared_layers
         local = self.local_layers or (False,) * self.num_layers
@@ -397,6 +403,12 @@ class ModelConfig:
         if module not in (*MIXERS, *MLPS):
             return tuple(layers)
         return tuple(n for n in layers if module in (self.mixer(n), self.mlp(n)))
+
+    @property
+    def expert_width(self) -> int:
+        """F of one expert of a mixture."""
+        beside = None if self.experts is None else self.experts.beside_width
+        return self.intermediate_size if beside is None else beside
 
     @property
     def head_dims(self) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from rlhf_jax.models import axes, blocks, leaves
 from rlhf_jax.models.config import ModelConfig, Remat
 from rlhf_jax.models.experts import NOTHING, Given, Routing
+from rlhf_jax.models.experts.routing import ROUTING
 from rlhf_jax.models.positions import AttentionMask, angles, unless
 
 Array = jax.Array
@@ -109,18 +110,23 @@ def run(
         def of_kinds(
             x: Array, layer: Sequence[Params], number: int, shared: Any
         ) -> tuple[Any, Any]:
-            params, *more = layer
+            params, inputs = layer
             sight = sights.of(number, model=model)
             own = functools.partial(_layer, model=model, sight=sight, number=number)
-            own_input = more[0]["per_layer"] if more else None
+            given = Given(inputs.get("chosen"), experts.tokens)
             cache = shared.get(model.is_local(number))
-            x, (kept, _) = rematerialised(own)(x, params, NOTHING, own_input, cache)
-            return x, {model.mixer(number): kept} if cache is None else {}
+            x, (kept, routing) = rematerialised(own)(
+                x, params, given, inputs.get("per_layer"), cache
+            )
+            kept = {model.mixer(number): kept} if cache is None else {}
+            return x, kept if routing is None else {**kept, ROUTING: routing}
 
-        stacks = [layers] if per_layer is None else [layers, {"per_layer": per_layer}]
+        inputs = {"per_layer": per_layer, "chosen": experts.chosen}
+        stacks = layers, {k: leaf for k, leaf in inputs.items() if leaf is not None}
         unroll = model.unroll and not stored
         x, kept = in_periods(of_kinds, x, stacks, model=model, unroll=unroll)
-        return x[:, first_column:], kept, None
+        routing = kept.pop(ROUTING, None)
+        return x[:, first_column:], kept, routing
 
     if model.unroll and not stored:
         outputs = []

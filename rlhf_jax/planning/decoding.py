@@ -3,8 +3,8 @@
     memory    every matrix of the layers and the head once, divided by tensor;
               keys and values of the columns, divided by data, and by tensor as far as
               it divides the heads
-    links     over tensor: a sum of [rows, D] for the embedding and two per layer, and
-              the logits of its rows, [rows, V]
+    links     over tensor: a sum of [rows, D] for the embedding and two per layer (three
+              of experts beside an MLP), and the logits of its rows, [rows, V]
 
 No compiler is used. A compiled token takes more; `tests/programs/gate.py` bounds by how
 much.
@@ -60,7 +60,8 @@ def token(
     own, others = -(-rows // (mesh.dcn * mesh.data)), mesh.tensor - 1
     activations = own * model.hidden_size * jnp.dtype(model.dtype).itemsize
     logits = own * model.padded_vocab_size * 4 / mesh.tensor
-    sums = 2 * model.num_layers + 1
+    beside = model.experts is not None and model.experts.beside_width is not None
+    sums = (3 if beside else 2) * model.num_layers + 1
     return Token(
         weights=weight_bytes * matrix_numbers(model, rows=own) // mesh.tensor,
         cache=_cache_read(model, rows=own, columns=columns)

@@ -103,9 +103,12 @@ def _projections(model: ModelConfig, layer: int) -> int:
 def _mlp(own: ModelConfig) -> int:
     """Numbers of the matrices that a token meets in a layer beside its attention."""
     size = own.hidden_size
-    mlp = (3 if own.gated_mlp else 2) * size * own.intermediate_size
-    if own.experts is not None:  # some of them, and the router
-        mlp = own.experts.per_token * mlp + size * own.experts.count
+    matrices = (3 if own.gated_mlp else 2) * size
+    mlp, experts = matrices * own.intermediate_size, own.experts
+    if experts is not None:  # some of them, and the router
+        beside = 0 if experts.beside_width is None else mlp
+        mlp = experts.per_token * matrices * own.expert_width + size * experts.count
+        mlp += beside
     return mlp + 3 * size * (own.per_layer_width or 0)
 
 

@@ -198,11 +198,13 @@ def activation_bytes(
 
     def layer(own: ModelConfig, width: int, inner: float) -> tuple[float, float]:
         """Bytes that a layer of one kind keeps, and that it has at work."""
-        mlp = (2 if own.gated_mlp else 1) * own.intermediate_size
-        mlp += own.per_layer_width or 0
-        if own.experts is not None:
+        matrices, experts = 2 if own.gated_mlp else 1, own.experts
+        mlp = matrices * own.intermediate_size + (own.per_layer_width or 0)
+        if experts is not None:
+            beside = 0 if experts.beside_width is None else mlp
             # Rows sorted by expert, and the outputs of the experts.
-            mlp = own.experts.per_token * (mlp + 2 * own.hidden_size)
+            mlp = matrices * own.expert_width + 2 * own.hidden_size
+            mlp = experts.per_token * mlp + beside
         shared = (width + mlp) / tensor
         projections = tokens * size * (shared + 2 * model.hidden_size)
         whole = (1 + BETWEEN) * projections + inner / tensor

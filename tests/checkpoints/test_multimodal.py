@@ -4,12 +4,15 @@ import json
 import shutil
 
 import chex
+import jax
 import numpy as np
 import pytest
 from places import FIXTURES
 from safetensors.numpy import load_file, save_file
 
 from rlhf_jax import decoder, hf
+from rlhf_jax.devices import sharding
+from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.families import registry
 
@@ -110,6 +113,40 @@ def test_a_live_transformers_reads_the_language_model_that_we_save(tmp_path, nam
             position_ids=torch.tensor(np.cumsum(mask, axis=1) - mask),
         ).logits
     np.testing.assert_allclose(logits.numpy()[mask], expected, atol=1e-5)
+
+
+def test_the_mixture_of_gemma_4_is_read_as_it_is_published(tmp_path, capsys):
+    """26B-A4B is multimodal, and in several files; devices read their own experts."""
+    text = json.loads((FIXTURES / "gemma4_moe" / "config.json").read_text())
+    config = {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "model_type": "gemma4",
+        "text_config": text,
+        "vision_config": {"model_type": "gemma4_vision"},
+        "tie_word_embeddings": True,
+    }
+    tensors = load_file(FIXTURES / "gemma4_moe" / "model.safetensors")
+    named = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in tensors.items()
+    }
+    named["model.vision_tower.weight"] = np.ones(2, np.float32)
+    (tmp_path / "published").mkdir()
+    (tmp_path / "published" / "config.json").write_text(json.dumps(config))
+    save_file(named, tmp_path / "published" / "model.safetensors")
+    model, params = hf.load(tmp_path / "published")
+    assert "left out: 1 of vision_tower" in capsys.readouterr().err
+    expected, same = hf.load(FIXTURES / "gemma4_moe")
+    assert model == expected
+    chex.assert_trees_all_equal(params, same)
+    hf.save(tmp_path / "out", model, params, max_shard_bytes=30_000)
+    assert len([*(tmp_path / "out").glob("*.safetensors")]) > 3
+    mesh = MeshShape(data=2, expert=2, tensor=2).make()
+    places = sharding.shardings(params, mesh=mesh)
+    _, apart = hf.load(tmp_path / "out", sharding=places)
+    gate = apart["layers"]["experts"]["gate"]["kernel"]
+    assert gate.sharding.shard_shape(gate.shape) == (4, 4, 32, 6)
+    chex.assert_trees_all_equal(jax.device_get(apart), jax.device_get(params))
 
 
 def test_layers_that_predict_several_tokens_are_left_out_and_counted(tmp_path, capsys):

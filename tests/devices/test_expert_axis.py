@@ -22,6 +22,17 @@ MODEL = dataclasses.replace(
     mlp_bias=True,
     sinks=True,
 )
+# Beside an MLP, in local and global layers with heads of their own.
+BESIDE = dataclasses.replace(
+    tiny.SHARED,
+    num_layers=2,
+    local_layers=(True, False),
+    shared_layers=0,
+    wide_shared_mlp=False,
+    per_layer_width=None,
+    post_norms=True,
+    experts=config.Experts(8, 2, beside_width=8),
+)
 TOKENS = np.arange(48, dtype=np.int32).reshape(8, 6) % 13
 MESHES = {
     "expert": MeshShape(expert=8),
@@ -32,22 +43,23 @@ MESHES = {
 
 
 @functools.cache
-def params():
+def params(model=MODEL):
     rng = np.random.default_rng(0)
     return jax.tree.map(
         lambda x: x + jnp.asarray(rng.normal(0, 0.1, x.shape), x.dtype),
-        decoder.init(jax.random.key(0), model=MODEL),
+        decoder.init(jax.random.key(0), model=model),
     )
 
 
-def total(params, tokens):
+def total(params, tokens, *, model=MODEL):
     hidden, routing = decoder.hidden_and_routing(
-        params, model=MODEL, tokens=tokens, mask=tokens >= 0
+        params, model=model, tokens=tokens, mask=tokens >= 0
     )
     return 10 * (hidden**2).mean(), (hidden, routing.chosen, routing.entropy)
 
 
 gradient = jax.value_and_grad(total, has_aux=True)
+of_beside = jax.value_and_grad(functools.partial(total, model=BESIDE), has_aux=True)
 
 
 @functools.cache
@@ -55,10 +67,10 @@ def of_one_device():
     return jax.jit(gradient)(params(), TOKENS)
 
 
-def on(shape, function=gradient):
+def on(shape, function=gradient, *, model=MODEL):
     mesh = shape.make()
     arguments = (
-        sharding.place(params(), mesh=mesh),
+        sharding.place(params(model), mesh=mesh),
         row_sharding.put_rows(TOKENS, mesh=mesh),
     )
     return jax.jit(sharding.on(mesh, function)), arguments
@@ -69,12 +81,28 @@ def on(shape, function=gradient):
 def test_a_mixture_on_eight_devices_is_that_of_one(name):
     function, arguments = on(MESHES[name])
     (value, output), of_params = function(*arguments)
-    (expected, same), of_one = of_one_device()
-    np.testing.assert_allclose(value, expected, rtol=1e-6)
-    for mine, other in zip(output, same, strict=True):
+    assert_equal(((value, output), of_params), of_one_device())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["expert=4", "all"])
+def test_experts_beside_an_mlp_on_eight_devices_are_those_of_one(name):
+    shape = {"expert=4": MeshShape(data=2, expert=4), **MESHES}[name]
+    function, arguments = on(shape, of_beside, model=BESIDE)
+    kernel = arguments[0]["layers"]["experts"]["up"]["kernel"]
+    assert kernel.sharding.shard_shape(kernel.shape)[1] == 8 // shape.expert
+    expected = jax.jit(of_beside)(params(BESIDE), TOKENS)
+    assert_equal(function(*arguments), expected)
+
+
+def assert_equal(output, expected):
+    """Values, hidden states, routing and gradients of two runs."""
+    ((value, aux), of_params), ((other_value, other_aux), of_others) = output, expected
+    np.testing.assert_allclose(value, other_value, rtol=1e-6)
+    for mine, other in zip(aux, other_aux, strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-6, atol=2e-5)
     for mine, other in zip(
-        jax.tree.leaves(of_params), jax.tree.leaves(of_one), strict=True
+        jax.tree.leaves(of_params), jax.tree.leaves(of_others), strict=True
     ):
         np.testing.assert_allclose(mine, other, atol=2e-6)
 

@@ -10,7 +10,7 @@ from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.devices.placement import AUTO, WITH_POLICY, Place
 from rlhf_jax.models import config as model_config
 from rlhf_jax.models.families import registry
-from rlhf_jax.planning import chips, decoding
+from rlhf_jax.planning import chips, decoding, model_flops
 from rlhf_jax.train import shapes
 from rlhf_jax.train.build import Meshes
 from rlhf_jax.train.plan import job
@@ -111,6 +111,29 @@ def test_experts_that_rows_meet_are_read_once():
     )
     numbers = decoding.matrix_numbers(model, rows=16)
     assert read == 2 * numbers / 4
+
+
+def test_experts_are_read_beside_the_mlp():
+    """Gemma 4 26B-A4B: 25 local layers, and 5 whose values are their keys."""
+    model = registry.KNOWN["gemma-4-26b-a4b"]
+    expert = 30 * 3 * 2816 * 704
+    mlp = 30 * (3 * 2816 * 2112 + 2816 * 128)
+    local, everything = 2816 * 256 * (2 * 16 + 2 * 8), 2816 * 512 * (2 * 16 + 2)
+    attention = 25 * local + 5 * everything
+    head = 262_144 * 2816
+    for rows, met in {1: 8, 4096: 128}.items():
+        numbers = decoding.matrix_numbers(model, rows=rows)
+        assert numbers == met * expert + mlp + attention + head
+    texts = model_flops.Texts(prompt=0, responses=(1,))
+    pairs = 4.0 * 16 * (25 * 256 + 5 * 512)
+    flops = model_flops.forward(model, texts, head=True)
+    assert flops == 2 * (8 * expert + mlp + attention + head) + pairs
+    # The sums of attention, MLP and experts are apart: each is normed.
+    model = dataclasses.replace(model, dtype="bfloat16")
+    read = decoding.token(
+        *(model,), mesh=MeshShape(tensor=2), rows=1, columns=8, weight_bytes=2
+    )
+    assert read.collectives == 3 * 30 + 2
 
 
 @pytest.mark.slow

@@ -160,6 +160,21 @@ GEMMA4_E2B = transformers.Gemma4TextConfig(
     use_double_wide_mlp=True,
     rope_parameters=GEMMA4_ROPE,
 )
+# Experts beside an MLP of another width.
+GEMMA4_MOE = transformers.Gemma4TextConfig(
+    **FAMILY | {"num_hidden_layers": 4, "num_key_value_heads": 2},
+    sliding_window=5,
+    layer_types=[LOCAL, GLOBAL] * 2,
+    global_head_dim=16,
+    num_global_key_value_heads=1,
+    attention_k_eq_v=True,
+    hidden_size_per_layer_input=0,
+    rope_parameters=GEMMA4_ROPE,
+    enable_moe_block=True,
+    num_experts=8,
+    top_k_experts=3,
+    moe_intermediate_size=12,
+)
 PHI3 = transformers.Phi3Config(**FAMILY, sliding_window=5, partial_rotary_factor=0.5)
 FOUR_LAYERS = FAMILY | {"num_hidden_layers": 4}
 OLMO2 = transformers.Olmo2Config(
@@ -409,6 +424,7 @@ FIXTURE = {
     "gemma3": causal(t.Gemma3ForCausalLM, GEMMA3, **LONG),
     "gemma4": causal(t.Gemma4ForCausalLM, GEMMA4, **LONG),
     "gemma4_e2b": causal(t.Gemma4ForCausalLM, GEMMA4_E2B, **LONG),
+    "gemma4_moe": causal(t.Gemma4ForCausalLM, GEMMA4_MOE, **LONG),
     "phi3": causal(t.Phi3ForCausalLM, PHI3, **LONG),
     "olmo2": causal(t.Olmo2ForCausalLM, OLMO2, **LONG),
     "olmo3": causal(t.Olmo3ForCausalLM, OLMO3, **LONG),

@@ -1,4 +1,4 @@
-"""Mixtures of experts in place of a layer's MLP: routing, dispatch, exchange.
+"""Mixtures of experts in place of a layer's MLP or beside it: routing, dispatch.
 
 p = softmax(router x);  y = Σ over the k largest p_e of  w_e · MLP_e(x)
 

@@ -4,6 +4,8 @@
      "up": {"kernel": [E, D, F], "bias": [E, F]}, "gate": as up,
      "down": {"kernel": [E, F, D], "bias": [E, D]}}         of one layer
 
+and beside an MLP "scale" [E], and "scale" [D] of the router.
+
 `dispatch.py` multiplies the tokens of all experts in one product (`grouped.py`); no
 token is dropped, whatever the load. Experts to replay, and the recorded routing, go
 through Linen's collections:
@@ -54,6 +56,7 @@ class Mixture(nn.Module):
 
     Args of a call:
       x: [N, D], the tokens of all rows.
+      routed: [N, D], what the router reads; None is x.
 
     Returns:
       [N, D] of x's dtype.
@@ -65,15 +68,19 @@ class Mixture(nn.Module):
     output_std: float
 
     @nn.compact
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array, routed: Array | None = None) -> Array:
         experts = self.model.experts
         assert experts is not None
-        chosen, shares = self._route(x, experts)
-        model = self.model
+        chosen, shares = self._route(x if routed is None else routed, experts)
+        model, width = self.model, self.model.expert_width
+        if experts.beside_width is not None:
+            ones = nn.initializers.ones
+            scale = self.param("scale", ones, (experts.count,), jnp.float32)
+            shares = shares * scale.astype(jnp.float32)[chosen]
         widths = {
-            "up": (x.shape[1], model.intermediate_size, self.init_std),
-            "gate": (x.shape[1], model.intermediate_size, self.init_std),
-            "down": (model.intermediate_size, x.shape[1], self.output_std),
+            "up": (x.shape[1], width, self.init_std),
+            "gate": (x.shape[1], width, self.init_std),
+            "down": (width, x.shape[1], self.output_std),
         }
         weights = {
             name: Linear(size_out, experts.count, model.mlp_bias, std, name=name)(
@@ -107,13 +114,19 @@ class Mixture(nn.Module):
 
 
 class Router(nn.Module):
-    """f32[N, E]: x W (+ b), summed in float32, which near ties need."""
+    """f32[N, E]: x W (+ b), summed in float32, which near ties need.
+
+    Beside an MLP x is multiplied by scale / sqrt(D).
+    """
 
     experts: Experts
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         shape = (x.shape[-1], self.experts.count)
+        if self.experts.beside_width is not None:
+            scale = self.param("scale", nn.initializers.ones, shape[:1], jnp.float32)
+            x = x * (scale * shape[0] ** -0.5).astype(x.dtype)[None]
         # Not called "kernel", so that LoRA's patterns of linear layers skip it.
         weight = self.param("weight", nn.initializers.normal(0.02), shape, jnp.float32)
         logits = jnp.matmul(

@@ -36,7 +36,7 @@ class Key:
 
     Layouts, theirs -> ours:
       same        [in, out] -> [in, out]   (biases, norms, the Conv1D of GPT-2)
-      transposed  [out, in] -> [in, out]   (Linear)
+      transposed  [..., out, in] -> [..., in, out]   (Linear, or one per expert)
       vocabulary  [V, D] -> [V', D]        (rows padded with zeros)
       row         [1, D] -> [D]            (the head of a scalar model)
       taps        [C, 1, W] -> [W, C]      (the convolution of each channel)
@@ -73,7 +73,7 @@ class Key:
         fused = (*first[:-1], sum(shape[-1] for shape in shapes))
         match self.layout:
             case "transposed":
-                return fused[::-1]
+                return (*fused[:-2], fused[-1], fused[-2])
             case "vocabulary":
                 return (vocab_size, *fused[1:])
             case "row":
@@ -101,7 +101,7 @@ class Key:
         """Where their tensor has a part of ours; the last slice is of their columns."""
         match self.layout:
             case "transposed":
-                return tuple(reversed(ours))
+                return (*ours[:-2], ours[-1], ours[-2])
             case "vocabulary":
                 rows = ours[0]
                 rows = slice(min(rows.start, vocab_size), min(rows.stop, vocab_size))
@@ -117,7 +117,7 @@ class Key:
         """Converts one tensor, or a part of it, from their layout to ours."""
         match self.layout:
             case "transposed":
-                return part.T
+                return part.swapaxes(-2, -1)
             case "row":
                 return part[0]
             case "taps":
@@ -132,7 +132,7 @@ class Key:
             tensor = tensor[..., np.argsort(self.columns(tensor.shape[-1]))]
         match self.layout:
             case "transposed":
-                tensor = tensor.T
+                tensor = tensor.swapaxes(-2, -1)
             case "vocabulary":
                 tensor = tensor[:vocab_size]
             case "row":

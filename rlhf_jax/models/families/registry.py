@@ -271,6 +271,18 @@ KNOWN: dict[str, ModelConfig] = {
         num_global_key_value_heads=4,
         hidden_size_per_layer_input=0,
     ),
+    "gemma-4-26b-a4b": _gemma_4(
+        *(2816, 30, 16, 8, 2112),
+        max_position_embeddings=262_144,
+        sliding_window=1024,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=2,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=128,
+        top_k_experts=8,
+        moe_intermediate_size=704,
+    ),
     # Abdin et al. 2024, arXiv:2404.14219, section 2.
     "phi-3-mini-4k": _read(
         phi3.FAMILY,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from places import FIXTURES
+from tiers import one_in
 
 from rlhf_jax import decoder, frozen, hf, lora
 from rlhf_jax.checkpoints import peft
@@ -65,9 +66,10 @@ def test_every_expert_has_an_adapter_which_is_merged_and_written(tmp_path):
     chex.assert_trees_all_equal(again, adapters)
 
 
-def test_adapters_of_one_tensor_of_all_experts_have_no_name(tmp_path):
-    model, _ = loaded("gpt_oss")
-    with pytest.raises(InputError, match=r"experts/down, .* of gpt_oss, each one "):
+@pytest.mark.parametrize("name", one_in(2, ["gpt_oss", "gemma4_moe"]))
+def test_adapters_of_one_tensor_of_all_experts_have_no_name(tmp_path, name):
+    model, _ = loaded(name)
+    with pytest.raises(InputError, match=r"experts/down, .* of g\w+, each one "):
         peft.save(
             tmp_path / "out",
             model=model,
@@ -78,13 +80,30 @@ def test_adapters_of_one_tensor_of_all_experts_have_no_name(tmp_path):
 
 
 @pytest.mark.slow
-def test_experts_are_kept_in_int8_and_their_router_is_not():
-    model, params = loaded("mixtral")
+def test_adapters_of_experts_beside_an_mlp_are_merged():
+    model, params = loaded("gemma4_moe")
+    adapters = adapters_of(model)
+    assert adapters["layers"]["experts"]["up"]["lora_b"].shape == (4, 8, 2, 12)
+    assert adapters["layers"]["mlp"]["up"]["lora_b"].shape == (4, 2, 48)
+    attached = hidden(lora.attach(params, adapters, lora=HOW), model=model)
+    merged = hidden(lora.merge(params, adapters, lora=HOW), model=model)
+    assert np.abs(attached - hidden(params, model=model)).max() > 0.1
+    np.testing.assert_allclose(attached, merged, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "scales"), [("mixtral", (3, 4, 1, 24)), ("gemma4_moe", (4, 8, 1, 12))]
+)
+def test_experts_are_kept_in_int8_and_their_router_is_not(name, scales):
+    model, params = loaded(name)
     stored = frozen.freeze(params, dtype="int8")
     experts = stored.stored["layers"]["experts"]
     assert isinstance(experts["up"]["kernel"], Int8)
-    assert experts["up"]["kernel"].scales.shape == (3, 4, 1, 24)
+    assert experts["up"]["kernel"].scales.shape == scales
     assert experts["router"]["weight"].dtype == jnp.float32
+    if name == "gemma4_moe":
+        assert experts["scale"].dtype == experts["router"]["scale"].dtype == jnp.float32
     near = hidden(stored.stored, model=model)
     exact = hidden(params, model=model)
     assert 0 < np.abs(near - exact).mean() < 0.1

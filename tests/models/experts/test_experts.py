@@ -22,7 +22,16 @@ UNEVEN = dataclasses.replace(
     mlp_bias=True,
     experts=config.Experts(5, 3, False, True, gate_limit=0.5, gate_scale=1.3),
 )
-MODELS = {"plain": PLAIN, "uneven": UNEVEN}
+# Beside an MLP, in local and global layers with heads of their own.
+BESIDE = dataclasses.replace(
+    tiny.SHARED,
+    shared_layers=0,
+    wide_shared_mlp=False,
+    per_layer_width=None,
+    layer_scale=False,
+    experts=config.Experts(6, 2, beside_width=5),
+)
+MODELS = {"plain": PLAIN, "uneven": UNEVEN, "beside": BESIDE}
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(0, 13, (3, 9)).astype(np.int32)
 MASK = np.arange(9)[None] < np.array([9, 4, 7])[:, None]
@@ -37,11 +46,15 @@ def linear(x, leaf, expert):
     return y + leaf["bias"][expert] if "bias" in leaf else y
 
 
-def every_expert(x, params, *, model):
+def every_expert(x, routed, params, *, model):
     """float64: p, its k largest, and the sum over all experts, of which k count."""
     how = model.experts
     params = jax.tree.map(lambda leaf: np.asarray(leaf, float), params)
-    logits = x @ params["router"]["weight"] + params["router"].get("bias", 0.0)
+    router, of_experts = params["router"], np.ones(how.count)
+    if how.beside_width is not None:
+        routed = routed * router["scale"] / np.sqrt(x.shape[1])
+        of_experts = params["scale"]
+    logits = routed @ router["weight"] + router.get("bias", 0.0)
     p = np.exp(logits - logits.max(1, keepdims=True))
     p /= p.sum(1, keepdims=True)
     y = np.zeros(x.shape)
@@ -56,7 +69,8 @@ def every_expert(x, params, *, model):
                 gate = np.minimum(gate, how.gate_limit)
                 up = np.clip(up, -how.gate_limit, how.gate_limit)
                 hidden = (up + 1) * gate / (1 + np.exp(-how.gate_scale * gate))
-            y[row] += p[row, expert] / total * linear(hidden, params["down"], expert)
+            share = p[row, expert] / total * of_experts[expert]
+            y[row] += share * linear(hidden, params["down"], expert)
     return y
 
 
@@ -66,8 +80,12 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts(name):
     layer = jax.tree.map(lambda leaf: leaf[1], noisy(model)["layers"]["experts"])
     module = block.Mixture(model, blocks.ACTIVATIONS["silu"], 0.02, 0.02)
     x = RNG.normal(size=(40, model.hidden_size)).astype(np.float32)
-    y = jax.jit(lambda p, x: module.apply({"params": p}, x))(layer, x)
-    np.testing.assert_allclose(y, every_expert(x, layer, model=model), atol=1e-4)
+    # Beside an MLP the router reads something else than the experts.
+    beside = model.experts.beside_width is not None
+    routed = 5 * RNG.normal(size=x.shape).astype(np.float32) if beside else x
+    y = jax.jit(lambda p, *x: module.apply({"params": p}, *x))(layer, x, routed)
+    expected = every_expert(x, routed, layer, model=model)
+    np.testing.assert_allclose(y, expected, atol=1e-4)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "first"))
@@ -104,7 +122,8 @@ def test_loops_remat_and_a_replay_of_itself_change_nothing(model, options):
     assert all(np.abs(leaf).max() > 0 for leaf in of_layers)
     shape = (3, 9, model.num_layers, model.experts.per_token)
     assert routing.chosen.shape == shape
-    assert routing.load.sum(1).tolist() == [20.0 * model.experts.per_token] * 2
+    load = [20.0 * model.experts.per_token] * model.num_layers
+    assert routing.load.sum(1).tolist() == load
     other = dataclasses.replace(model, **options)
     same, _, of_other = run(params, TOKENS, MASK, routing.chosen, model=other)
     np.testing.assert_allclose(same, hidden, atol=1e-5)
@@ -112,18 +131,19 @@ def test_loops_remat_and_a_replay_of_itself_change_nothing(model, options):
 
 
 @pytest.mark.slow
-def test_experts_of_another_pass_are_met_and_weighed_by_this_router():
-    params = noisy(PLAIN)
-    hidden, routing, _ = run(params, TOKENS, MASK, model=PLAIN)
+@pytest.mark.parametrize("model", [PLAIN, BESIDE], ids=["plain", "beside"])
+def test_experts_of_another_pass_are_met_and_weighed_by_this_router(model):
+    params = noisy(model)
+    hidden, routing, _ = run(params, TOKENS, MASK, model=model)
     others = jnp.asarray((np.asarray(routing.chosen) + 1) % 6)
-    moved, again, gradient = run(params, TOKENS, MASK, others, model=PLAIN)
+    moved, again, gradient = run(params, TOKENS, MASK, others, model=model)
     np.testing.assert_array_equal(again.chosen, others)
     assert np.abs(np.asarray(moved - hidden))[MASK].max() > 0.01
     router = gradient["layers"]["experts"]["router"]["weight"]
     assert np.abs(router).max() > 0
     # Where nothing is recorded the router chooses.
     own = jnp.full_like(others, experts.OWN)
-    same, _, _ = run(params, TOKENS, MASK, own, model=PLAIN)
+    same, _, _ = run(params, TOKENS, MASK, own, model=model)
     np.testing.assert_array_equal(same, hidden)
 
 
@@ -142,9 +162,10 @@ def test_columns_that_are_not_computed_have_no_record_and_need_none(unroll):
 
 
 @pytest.mark.parametrize("chunk", [3, None])
+@pytest.mark.parametrize("plain", [UNEVEN, BESIDE], ids=["uneven", "beside"])
 @pytest.mark.cases(quick=1)
-def test_a_sampler_records_what_the_trainer_chooses(chunk):
-    model = dataclasses.replace(UNEVEN, prefill_chunk=chunk)
+def test_a_sampler_records_what_the_trainer_chooses(plain, chunk):
+    model = dataclasses.replace(plain, prefill_chunk=chunk)
     params = noisy(model)
     rows = np.arange(3, dtype=np.int32)
     keys = decode.row_keys(jax.random.key(0), index=rows, sample=rows)
@@ -157,7 +178,7 @@ def test_a_sampler_records_what_the_trainer_chooses(chunk):
     )
     tokens, mask = TOKENS[:, ::-1].copy(), MASK[:, ::-1].copy()
     samples = jax.jit(draw)(params, tokens=tokens, mask=mask, keys=keys)
-    _, routing = forward(params, samples.tokens, samples.mask, model=UNEVEN)
+    _, routing = forward(params, samples.tokens, samples.mask, model=plain)
     recorded, expected = np.asarray(samples.experts), np.asarray(routing.chosen)
     # All but padding and each row's last token, which was not run.
     last = samples.mask.shape[1] - 1 - np.argmax(samples.mask[:, ::-1], axis=1)
@@ -169,9 +190,10 @@ def test_a_sampler_records_what_the_trainer_chooses(chunk):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pages", [None, 8])
-def test_continuous_batching_records_what_a_plain_batch_does(pages):
+@pytest.mark.parametrize("model", [UNEVEN, BESIDE], ids=["uneven", "beside"])
+def test_continuous_batching_records_what_a_plain_batch_does(model, pages):
     """Two places for three rows; one waits for a finished row's place."""
-    model, params = UNEVEN, noisy(UNEVEN)
+    params = noisy(model)
     rows = jnp.arange(3)
     draw = functools.partial(
         decode.generate,

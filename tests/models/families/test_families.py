@@ -25,7 +25,7 @@ from rlhf_jax.models.generation.sampling import Shaping
 
 NAMES = (
     *("qwen2", "qwen3", "mistral", "gpt_neox", "gemma2", "gemma3", "gemma4"),
-    *("phi3", "gemma4_e2b"),
+    *("phi3", "gemma4_e2b", "gemma4_moe"),
     *("olmo2", "olmo3", "smollm3", "granite", "granite4", "qwen3_5"),
     *("qwen3_moe", "mixtral", "gpt_oss"),
 )
@@ -523,16 +523,20 @@ def test_gemma_4_s_heads_are_read_by_layer_and_as_published():
     # As in transformers: other numbers of heads go with values that are keys.
     other = model_of(published | {"attention_k_eq_v": False})
     assert other.global_heads == GlobalHeads(16, 2)
+    # With more than ten layers transformers 5 pads their numbers.
+    padded = {f"0{n}": heads for n, heads in by_layer["per_layer_config"].items()}
+    assert model_of(by_layer | {"per_layer_config": padded}) == model
     del published["global_head_dim"]
     assert model_of(published).global_heads == GlobalHeads(512, 1, True)
 
 
 def test_layers_of_gemma_4_run_in_periods_before_and_after_the_last_own_keys():
-    names = ("gemma-4-e2b", "gemma-4-e4b", "gemma-4-31b")
+    names = ("gemma-4-e2b", "gemma-4-e4b", "gemma-4-31b", "gemma-4-26b-a4b")
     assert [registry.KNOWN[name].parts for name in names] == [
         ((0, 15, 5), (15, 20, 5)),
         ((0, 24, 6), (24, 18, 6)),
         ((0, 60, 6),),
+        ((0, 30, 6),),
     ]
     small = registry.KNOWN["gemma-4-e2b"]
     assert [small.source(layer) for layer in (14, 15, 19, 34)] == [None, 13, 14, 14]
@@ -648,12 +652,10 @@ LISTED = "use a checkpoint without, of gpt2, gpt_neox, llama, mistral, phi3, qwe
             {ROPE: {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
             "expected rope_type = 'default', got 'linear'",
         ),
-        ("gemma4", {"enable_moe_block": True}, "enable_moe_block = False, got True"),
-        (
-            "gemma4",
-            {"enable_moe_block": True, "num_experts": 8},
-            r"a gemma4_text with a mixture of experts \(num_experts\)",
-        ),
+        ("gemma4", {"enable_moe_block": True}, "a value for 'num_experts', got none"),
+        ("gemma4_moe", {"top_k_experts": 9}, "as many experts .* there are, 8, got 9"),
+        ("gemma4_moe", {"moe_intermediate_size": 0}, "_size to be a whole number from"),
+        ("gemma4_moe", {"num_kv_shared_layers": 2}, "experts or shared_layers"),
         ("gemma4", {"use_bidirectional_attention": "all"}, "'vision', got 'all'"),
         (
             "gemma4",

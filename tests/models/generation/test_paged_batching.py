@@ -141,6 +141,7 @@ def test_responses_are_drawn_from_whole_forward_passes(model):
         "gemma3",
         "gemma4",
         "gemma4_e2b",
+        "gemma4_moe",
         "mistral",
         "phi3",
         "qwen2",

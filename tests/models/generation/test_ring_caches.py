@@ -20,6 +20,7 @@ FAMILIES = [
     "gemma2",
     "gemma3",
     "gemma4",
+    "gemma4_moe",
     "mistral",
     "phi3",
     "qwen2",

@@ -1,8 +1,10 @@
-"""Gemma 4, the dense language models: Gemma 3 with other heads in global layers.
+"""Gemma 4, the language models: Gemma 3 with other heads in global layers.
 
     local layers     a sliding window, heads of `head_dim`
-    global layers    heads of `global_head_dim`; in 31B values are the projected keys
+    global layers    heads of `global_head_dim`; values are the projected keys in 31B
+                     and 26B-A4B
     E2B, E4B         embeddings of each layer; the last ones read keys of earlier ones
+    26B-A4B          experts beside the MLP of every layer (`gemma4_parts.py`)
 
 Norms multiply by their weight, queries are not scaled beside their norm, and values are
 normed without a weight. Each layer multiplies what it returns by `layer_scalar`.
@@ -17,6 +19,7 @@ from typing import Any
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ATTENTIONS, GlobalHeads, ModelConfig, RopeScaling
 from rlhf_jax.models.families import gemma2, gemma3, keys, llama
+from rlhf_jax.models.families.hybrids import gemma4_parts
 from rlhf_jax.models.families.options import fields, rotary, windows
 
 # Where a config.json is silent.
@@ -33,7 +36,6 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     Raises:
       InputError: an option that the decoder does not implement, by name.
     """
-    fields.only(config, {"enable_moe_block": False})
     # Of texts alone: "vision" is about the tokens of images.
     fields.only(config, {"use_bidirectional_attention": "vision"})
     rope = {"sliding_attention": NEAR, "full_attention": FAR}
@@ -76,6 +78,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         shared_layers=fields.option(config, "num_kv_shared_layers", 0),
         wide_shared_mlp=fields.option(config, "use_double_wide_mlp", False),
         per_layer_width=width,
+        experts=gemma4_parts.experts_from_hf(config),
     )
 
 
@@ -93,6 +96,7 @@ def config_to_hf(model: ModelConfig) -> dict[str, Any]:
     far |= {} if scaling.factor == 1.0 else {"factor": scaling.factor}
     if model.per_layer_width is not None:
         options["vocab_size_per_layer_input"] = model.vocab_size
+    options |= gemma4_parts.experts_to_hf(model)
     return options | {
         "rope_parameters": {"sliding_attention": near, "full_attention": far},
         "global_head_dim": heads.head_dim,
@@ -119,7 +123,10 @@ def _global_heads(config: Mapping[str, Any], model: ModelConfig) -> GlobalHeads:
     for one in by_layer.values():
         fields.check({"per_layer_config": one})
         fields.check(one, inside="per_layer_config.")
-    listed = [own | by_layer.get(str(layer), {}) for layer in range(model.num_layers)]
+    # transformers pads numbers with zeros: "05" of 35 layers.
+    named = {layer.lstrip("0"): one for layer, one in by_layer.items()}
+    numbers = (str(layer).lstrip("0") for layer in range(model.num_layers))
+    listed = [own | named.get(layer, {}) for layer in numbers]
     expected = [own if model.is_local(n) else listed[-1] for n in range(len(listed))]
     if listed != expected or listed[-1].keys() != own.keys():
         raise InputError(
@@ -131,23 +138,12 @@ def _global_heads(config: Mapping[str, Any], model: ModelConfig) -> GlobalHeads:
 
 
 def key_table(model: ModelConfig) -> keys.Table:
-    """Llama's names, of layers of every kind, and those of embeddings by layer."""
-    layer = "model.layers.{layer}"
+    """Llama's names, of layers of every kind, and those of `gemma4_parts.py`."""
+    layer = gemma4_parts.LAYER
     own = [key for name in ATTENTIONS for key in _of(name, llama.attention_keys, model)]
     own += [key for n in ("mlp", "shared_mlp") for key in _of(n, llama.mlp_keys, model)]
     own += [keys.Key(f"{layer}.layer_scalar", ("layers/layer_scale",))]
-    if model.per_layer_width is not None:
-        table, mix = "model.embed_tokens_per_layer.weight", "embed/per_layer_mix"
-        own += [keys.Key(table, ("embed/per_layer",), "vocabulary")]
-        for theirs, ours in {
-            "model.per_layer_model_projection": mix,
-            f"{layer}.per_layer_input_gate": "layers/per_layer/gate",
-            f"{layer}.per_layer_projection": "layers/per_layer/output",
-        }.items():
-            own += keys.linear(theirs, ours, bias=False)
-        own += keys.norm("model.per_layer_projection_norm", mix, bias=False)
-        after = f"{layer}.post_per_layer_input_norm"
-        own += keys.norm(after, "layers/per_layer_norm", bias=False)
+    own += gemma4_parts.embedding_keys(model) + gemma4_parts.expert_keys(model)
     named = llama.table(model, *own, norms=gemma2.NORMS)
     if not model.shared_layers:
         return named
@@ -177,4 +173,7 @@ def _of(module: str, named: Any, model: ModelConfig) -> list[keys.Key]:
     ]
 
 
-FAMILY = keys.Family("gemma4_text", "Gemma4", config_from_hf, config_to_hf, key_table)
+FAMILY = keys.Family(
+    *("gemma4_text", "Gemma4", config_from_hf, config_to_hf, key_table),
+    reads=("num_experts",),
+)

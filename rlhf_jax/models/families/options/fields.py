@@ -77,7 +77,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
         (
             *("sliding_window", "max_window_layers"),
             *("num_local_experts", "num_experts", "decoder_sparse_step"),
-            *("num_experts_per_tok", "experts_per_token"),
+            *("num_experts_per_tok", "experts_per_token", "top_k_experts"),
             *("hidden_size_per_layer_input", "num_kv_shared_layers"),
         ),
     ),
