@@ -32,6 +32,9 @@ class Episodes:
     drawing: Array  # bool[C], True while the turn goes on
     keys: Array  # key[C], of the rows
     caches: Caches  # of every layer, W columns each
+    # i32[C, W, L, k], of the tokens that have been run: no meaning from `cached` on.
+    # None unless requested.
+    experts: Array | None = None
 
 
 @flax.struct.dataclass
@@ -48,13 +51,26 @@ class Arrivals:
     keys: Array  # key[A], of the rows
 
 
-def empty(model: ModelConfig, *, places: int, columns: int, key: Array) -> Episodes:
+def empty(
+    model: ModelConfig,
+    *,
+    places: int,
+    columns: int,
+    key: Array,
+    record_experts: bool = False,
+) -> Episodes:
     """Places without an episode.
 
     Args:
       columns: W, the columns of the longest row plus those that `read` takes at a time.
       key: key[], any key.
+      record_experts: make room for the experts of every token of a mixture.
     """
+    experts = None
+    if record_experts:
+        assert model.experts is not None  # recipes require it for replay
+        shape = (places, columns, model.num_layers, model.experts.per_token)
+        experts = jnp.zeros(shape, jnp.int32)
 
     def blank(layer: int) -> Kept:
         if model.is_recurrent(layer):
@@ -78,6 +94,7 @@ def empty(model: ModelConfig, *, places: int, columns: int, key: Array) -> Episo
         drawing=jnp.zeros(places, bool),
         keys=jnp.broadcast_to(key, (places,)),
         caches=jax.tree.map(jnp.array, caches),  # separate buffers, to be donated
+        experts=experts,
     )
 
 
