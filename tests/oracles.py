@@ -352,12 +352,15 @@ def poison(x: Array, mask: Array) -> Array:
     return poisoned
 
 
-def decoder_logits(params: dict, model, tokens: list[int]) -> Array:
+def decoder_logits(
+    params: dict, model, tokens: list[int], experts: Array | None = None
+) -> Array:
     """Logits after every token of one text without padding, [S, V].
 
     Args:
       params: the decoder's tree, its leaves NumPy arrays.
       model: anything with the fields of a ModelConfig.
+      experts: [S, L, k], for a mixture: the experts of every token.
     """
     tree = _float64(params)
     states = [np.array(tree["embed"]["tokens"][token]) for token in tokens]
@@ -374,7 +377,12 @@ def decoder_logits(params: dict, model, tokens: list[int]) -> Array:
         states = [x + y for x, y in zip(states, attended, strict=True)]
         for t, x in enumerate(states):
             y = _norm(x, weights["mlp_norm"], model)
-            states[t] = x + _mlp(y, weights["mlp"], model)
+            if experts is None:
+                states[t] = x + _mlp(y, weights["mlp"], model)
+            else:
+                states[t] = x + _mixture(
+                    y, weights["experts"], experts[t, layer].tolist(), model
+                )
     head = tree["embed"]["tokens"] if model.tied_head else tree["head"]["kernel"]
     final = [_norm(x, tree["final_norm"], model) for x in states]
     return np.array(final) @ head[: model.vocab_size].T
@@ -476,6 +484,17 @@ def _mlp(x: Array, weights: dict, model) -> Array:
         gate = _linear(x, weights["gate"])
         return _linear(np.array([activation(z) for z in gate]) * up, weights["down"])
     return _linear(np.array([activation(z) for z in up]), weights["down"])
+
+
+def _mixture(x: Array, weights: dict, chosen: list[int], model) -> Array:
+    """The sum over the given experts, by the router's probabilities among them."""
+    routed = x @ weights["router"]["weight"]
+    shares = np.exp(log_softmax(routed[chosen]))
+    of_experts = {name: weights[name] for name in ("up", "gate", "down")}
+    return sum(
+        share * _mlp(x, _layer(of_experts, expert), model)
+        for expert, share in zip(chosen, shares, strict=True)
+    )
 
 
 def kept_tokens(

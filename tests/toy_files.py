@@ -1,5 +1,6 @@
 """A user's files at toy size: a tokenizer of words, a checkpoint, data."""
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -20,6 +21,19 @@ MODEL = config.gpt2(
     num_layers=1,
     num_heads=2,
     max_positions=16,
+)
+MIXTURE = dataclasses.replace(
+    config.llama(
+        vocab_size=len(WORDS) + 2,
+        hidden_size=16,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        intermediate_size=12,
+        max_positions=32,
+    ),
+    family="mixtral",
+    experts=config.Experts(4, 2),
 )
 
 

@@ -32,6 +32,11 @@ class Device(Protocol):
         """N, columns that a place reads in one call."""
         ...
 
+    @property
+    def record(self) -> tuple[int, int] | None:
+        """L and k, layers and experts of a token to record; None records none."""
+        ...
+
     def read(self, arrivals: Arrivals) -> None:
         """Runs prompts and observations, and draws the first token of turns.
 
@@ -70,8 +75,15 @@ class Device(Protocol):
         """
         ...
 
+    def experts(self, *, place: int) -> HostArray:
+        """Copies the record of a place to the host, i32[W, L, k].
+
+        It has no meaning from the place's column `cached` on.
+        """
+        ...
+
     def advance(self, *, until: HostArray, steps: int) -> Episodes:
-        """Draws tokens; returns the places on the host, without their caches.
+        """Draws tokens; returns the places on the host, without caches and records.
 
         Args:
           until: i32[D]; returns once at most this many turns of each share are left.

@@ -60,7 +60,10 @@ class Play:
 
     def __post_init__(self) -> None:
         self._finished = finished.none(
-            self.prompts, size=self.limits.tokens, counts=self.pool.counts
+            self.prompts,
+            size=self.limits.tokens,
+            counts=self.pool.counts,
+            record=self.device.record,
         )
         self._places = Places(self.device)
         self._live: list[Episode] = []
@@ -277,11 +280,16 @@ class Play:
     def _end(self, episode: Episode, why: str | None) -> None:
         """Writes the episode into its row and frees its place."""
         if self._view is not None and episode.turns_size:
-            parked = episode.parked
+            parked, experts = episode.parked, None
+            if parked is not None:
+                experts = parked.experts
+            elif self.device.record is not None:
+                experts = self.device.experts(place=episode.place)
             finished.keep(
                 self._finished,
                 self._view if parked is None else parked,
                 episode.place if parked is None else (),
+                experts=experts,
                 row=episode.row,
                 start=episode.prompt,
                 size=episode.turns_size,

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlhf_jax.algorithms.batch import Prompts, Rollout
+from rlhf_jax.models.experts import OWN
 from rlhf_jax.models.generation.episode_places import Episodes
 from rlhf_jax.roles.rewards.scores import Scores
 
@@ -48,13 +49,20 @@ class Finished(NamedTuple):
         )
 
 
-def none(prompts: Prompts, *, size: int, counts: Sequence[str] = ()) -> Finished:
+def none(
+    prompts: Prompts,
+    *,
+    size: int,
+    counts: Sequence[str] = (),
+    record: tuple[int, int] | None = None,
+) -> Finished:
     """Makes rows with prompts only, to be filled by `keep`.
 
     Args:
       prompts: Prompts[B, P], of NumPy arrays.
       size: R, columns after the prompts.
       counts: names of the environment's counts.
+      record: L and k, layers and experts of a token to record; None records none.
     """
     rows, columns = prompts.tokens.shape
     room = ((0, 0), (0, size))
@@ -68,6 +76,8 @@ def none(prompts: Prompts, *, size: int, counts: Sequence[str] = ()) -> Finished
         "index": np.asarray(prompts.index),
         "sample": np.asarray(prompts.sample),
     }
+    if record is not None:
+        arrays["experts"] = np.full((*shape, *record), OWN, np.int32)
     return Finished(
         Rollout(**arrays),
         first=columns,
@@ -83,6 +93,7 @@ def keep(
     episodes: Episodes,
     place: Any,
     *,
+    experts: HostArray | None,
     row: int,
     start: int,
     size: int,
@@ -93,6 +104,8 @@ def keep(
     Args:
       episodes: the episodes of all places, or a single parked one.
       place: index of the episode in `episodes`; () for a single one.
+      experts: i32[W, L, k], recorded for its tokens; None if not recorded. The last
+        token has been drawn, but not run: it has no experts.
       row: of the rollout.
       start: tokens of its prompt.
       size: tokens after the prompt.
@@ -108,6 +121,9 @@ def keep(
     logprobs, entropy = episodes.logprobs[place], episodes.entropy[place]
     rollout.old_logprobs[row, here] = np.where(sampled, logprobs[columns], 0)
     rollout.entropy[row, here] = np.where(sampled, entropy[columns], 0)
+    if experts is not None:
+        ran = min(start + size, int(episodes.cached[place]))
+        rollout.experts[row, first - start :][:ran] = experts[:ran]
     last = int(np.flatnonzero(sampled)[-1])
     for number, reward in rewards:
         finished.turn_ends[row, first + number] = True

@@ -76,6 +76,7 @@ class Decoder:
             sampler_logprobs=rollout.old_logprobs[:, before:],
             lengths=rollout.response_mask.sum(axis=1).astype(np.int32),
             entropy=rollout.entropy[:, before:],
+            experts=rollout.experts,
         )
 
 

@@ -3,7 +3,7 @@
     here                            the process
     hand_over: version-3 ──file──>  reads it, returns its fingerprint
     draw:      prompts, key ──────> the program of `iteration.sample`
-    rollout    <─────────────────── tokens, log-probs
+    rollout    <─────────────────── tokens, log-probs, experts for routing replay
 
 On the same kind of hardware its draws equal those of `--sampler here` to the bit.
 """

@@ -44,6 +44,8 @@ class Drawn(NamedTuple):
     sampler_logprobs: Any
     lengths: Any  # i32[B], 1 to R
     entropy: Any = None  # f32[B, R], nats, 0 after the response; None if not reported
+    # i32[B, P + R, L, k], of the prompts' tokens too, as in `Rollout`; None: no record
+    experts: Any = None
 
 
 class Sampler(Protocol):
@@ -124,6 +126,7 @@ def rollout_of(prompts: Prompts, drawn: Drawn, *, version: int | None) -> Rollou
         "index": np.asarray(prompts.index),
         "sample": np.asarray(prompts.sample),
         "version": stamped,
+        "experts": drawn.experts,
     }
     return Rollout(
         tokens=beside(prompts.tokens, drawn.tokens).astype(np.int32),

@@ -278,6 +278,7 @@ def make_sampler(
         made[0] if made else None,
         home=meshes.policy,
         max_new_tokens=recipe.max_new_tokens,
+        record=recipe.routing_record,
         merge=merge,
         retries=retries,
         # The check of a server's hand-over runs on the policy's devices, where programs

@@ -83,6 +83,7 @@ def files(tmp_path_factory):
     (folder / "their_hall.py").write_text(ENVIRONMENT)
     toy_files.checkpoint(folder / "model")
     toy_files.checkpoint(folder / "other", seed=1)
+    toy_files.checkpoint(folder / "mixture", model=toy_files.MIXTURE)
     rows = [{"prompt": prompt} for prompt in ("the cat", "a dog was", "it is so")]
     toy_files.jsonl(folder / "prompts.jsonl", *rows)
     answers = [
@@ -276,6 +277,7 @@ OUTSIDE = (
 
 
 BEHIND = ("--max-staleness=2", "--num-steps=5")
+REPLAY = ("--model=mixture", "--routing-replay=sampler")
 
 
 @pytest.mark.slow
@@ -284,6 +286,7 @@ BEHIND = ("--max-staleness=2", "--num-steps=5")
     [
         (BEHIND, MESH),
         pytest.param((), MESH, marks=LONG),
+        pytest.param(REPLAY, MESH, marks=LONG),
         pytest.param(("--lora=2",), "--placement.policy=data=2,tensor=2", marks=LONG),
         pytest.param((), "--placement.policy=tensor=4", marks=LONG),
         pytest.param(

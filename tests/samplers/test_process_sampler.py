@@ -1,5 +1,6 @@
 """Our decoder behind the protocol gives equal bits here and in a process."""
 
+import dataclasses
 import functools
 import os
 import signal
@@ -13,13 +14,16 @@ import numpy as np
 import optax
 import pytest
 import toy_files
+import toys
 
 from rlhf_jax.algorithms.batch import Prompts
 from rlhf_jax.algorithms.grpo import GRPO
+from rlhf_jax.algorithms.policy_gradient.routing_replay import RoutingReplay
 from rlhf_jax.algorithms.self_check import SelfCheckError
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import ONE_DEVICE
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.config import Experts
 from rlhf_jax.samplers import process, protocol, weight_files
 from rlhf_jax.samplers.decoder import Decoder
 from rlhf_jax.samplers.protocol import TransientError
@@ -88,6 +92,27 @@ def test_both_draw_what_the_program_of_an_iteration_does(outside):
         (only,) = folder.iterdir()
         assert not list(only.iterdir())
     assert (tokens[0] != tokens[1]).any()
+
+
+@pytest.mark.slow
+def test_the_experts_of_a_mixture_come_with_its_tokens():
+    model = dataclasses.replace(toys.LLAMA, num_layers=3, experts=Experts(4, 2))
+    recipe = dataclasses.replace(
+        RECIPE, model=model, routing_replay=RoutingReplay("sampler")
+    )
+    mesh, policy = ONE_DEVICE.make(), toys.params(model)
+    arguments = {"prompts": PROMPTS, "key": KEY, "version": np.int32(0)}
+    with OutsideSampler(
+        process.ProcessSampler(recipe),
+        home=mesh,
+        max_new_tokens=recipe.max_new_tokens,
+        record=recipe.routing_record,
+    ) as sampler:
+        rollout = sampler(policy, **arguments)
+    expected = Sampler(recipe, mesh=mesh, home=mesh)(policy, **arguments)
+    chex.assert_trees_all_equal(rollout, expected)
+    assert rollout.experts.shape == (4, 3 + 6, 3, 2)
+    assert {*np.unique(rollout.experts)} == {-1, 0, 1, 2, 3}
 
 
 @pytest.mark.slow

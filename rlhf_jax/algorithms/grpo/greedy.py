@@ -34,6 +34,7 @@ def rollout_with_greedy(
         "stop_ids": recipe.stop_ids if recipe.fixed_length is None else (),
         "temperature": recipe.temperature,
         "version": version,
+        "record_experts": recipe.routing_record is not None,
     }
     sampled = flow.rollout.rollout(
         policy,

@@ -189,12 +189,17 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
             group_size=self.rows_per_prompt,
             continuous_batching=self.continuous_batching,
             version=version,
-            record_experts=(
-                self.routing_replay is not None
-                and self.routing_replay.source == "sampler"
-            ),
+            record_experts=self.routing_record is not None,
             record_top_k=self.recorded_top_k,
         )
+
+    @property
+    def routing_record(self) -> tuple[int, int] | None:
+        """L and k, layers and experts of a token that the sampler records, or None."""
+        replay, experts = self.routing_replay, self.model.experts
+        if replay is None or replay.source != "sampler" or experts is None:
+            return None
+        return self.model.num_layers, experts.per_token
 
     def record_bytes(self, *, tokens: int) -> dict[str, int]:
         """Bytes of a batch's records in addition to its tokens, by name.

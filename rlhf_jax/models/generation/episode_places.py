@@ -30,6 +30,9 @@ class Episodes:
     drawing: Array  # bool[C], True while the turn goes on
     keys: Array  # key[C], of the rows
     caches: Caches  # of every layer, W columns each
+    # i32[C, W, L, k], of the tokens that have been run: no meaning from `cached` on.
+    # None unless requested.
+    experts: Array | None = None
 
 
 @flax.struct.dataclass
@@ -46,13 +49,26 @@ class Arrivals:
     keys: Array  # key[A], of the rows
 
 
-def empty(model: ModelConfig, *, places: int, columns: int, key: Array) -> Episodes:
+def empty(
+    model: ModelConfig,
+    *,
+    places: int,
+    columns: int,
+    key: Array,
+    record_experts: bool = False,
+) -> Episodes:
     """Places without an episode.
 
     Args:
       columns: W, the columns of the longest row plus those that `read` takes at a time.
       key: key[], any key.
+      record_experts: make room for the experts of every token of a mixture.
     """
+    experts = None
+    if record_experts:
+        assert model.experts is not None  # recipes require it for replay
+        shape = (places, columns, model.num_layers, model.experts.per_token)
+        experts = jnp.zeros(shape, jnp.int32)
 
     return Episodes(
         tokens=jnp.zeros((places, columns), jnp.int32),
@@ -69,6 +85,7 @@ def empty(model: ModelConfig, *, places: int, columns: int, key: Array) -> Episo
             blank(model, layer, rows=places, columns=columns)
             for layer in range(model.num_layers)
         ),
+        experts=experts,
     )
 
 

@@ -64,7 +64,7 @@ def read(
     tokens = _written(of.tokens, arrivals.tokens, start)
     # One more column than arrives: the token drawn last has not been run.
     at = cached[:, None] + jnp.arange(size + 1, dtype=jnp.int32)[None]
-    hidden, caches, _ = cached_decoder.decode_step(
+    hidden, caches, chosen = cached_decoder.decode_step(
         params,
         layers=layers,
         model=model,
@@ -73,6 +73,7 @@ def read(
         attend=_seen(at, length, columns=tokens.shape[1], model=model),
         caches=episode_places.begun(of.caches, arrivals.begins),
         column=cached,
+        record=of.experts is not None,
     )
     last = jnp.maximum(length - 1 - cached, 0)
     hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
@@ -93,6 +94,7 @@ def read(
         drawing=arrivals.draws,
         keys=jnp.where(arrivals.begins, arrivals.keys, of.keys),
         caches=caches,
+        experts=_recorded(of.experts, chosen, cached),
     )
     draw = Draw(stop_ids, temperature, shaping, model.unused_ids)
     drawn = draw(
@@ -130,7 +132,8 @@ def advance(
       of its cache.
     """
     draw = Draw(stop_ids, temperature, shaping, model.unused_ids)
-    decoder = Decoder(params, model, tuple(layers))
+    record = state.experts is not None
+    decoder = Decoder(params, model, tuple(layers), record=record)
     columns = state.tokens.shape[1]
 
     def more(carry: tuple[Episodes, Array]) -> Array:
@@ -153,8 +156,13 @@ def advance(
             keys=state.keys,
             number=state.length - state.prompt,
         )
-        cached = jnp.where(state.drawing, state.length, state.cached)
-        state = dataclasses.replace(state, caches=caches, cached=cached)
+        chosen = None if drawn.experts is None else drawn.experts[:, None]
+        state = dataclasses.replace(
+            state,
+            caches=caches,
+            cached=jnp.where(state.drawing, state.length, state.cached),
+            experts=_recorded(state.experts, chosen, column),
+        )
         return episode_places.recorded(state, drawn), step + 1
 
     first = state, jnp.zeros((), jnp.int32)
@@ -180,8 +188,17 @@ def _slice(array: Array, start: Array, *, size: int) -> Array:
     )
 
 
+def _recorded(
+    experts: Array | None, chosen: Array | None, start: Array
+) -> Array | None:
+    """`_written` of experts, if they are recorded."""
+    if experts is None or chosen is None:
+        return None
+    return _written(experts, chosen, start)
+
+
 def _written(array: Array, new: Array, start: Array) -> Array:
-    """Writes [B, N] into [B, W] from column i32[B] of each row."""
+    """Writes [B, N, ...] into [B, W, ...] from column i32[B] of each row."""
     return jax.vmap(jax.lax.dynamic_update_slice_in_dim, in_axes=(0, 0, 0, None))(
         array, new.astype(array.dtype), start, 0
     )

@@ -59,24 +59,21 @@ def _first_apart(c: Config) -> dict[str, bool]:
 
 
 def _drawn_here(c: Config) -> dict[str, bool]:
-    """Features that only the trainer's own decoder has."""
+    """Features that only the decoder beside the trainer has."""
     return {
         "--environment": c.sampler.environment is not None,
         "--placement.sampler": c.placement.sampler.apart,
-    }
-
-
-def _recorded_here(c: Config) -> dict[str, bool]:
-    """What the decoder records for the update: its experts, its likeliest tokens."""
-    replay = c.method.routing_replay
-    return {
-        "--routing-replay sampler": replay is not None and replay.source == "sampler",
         **_centred(c),
     }
 
 
 def _centred(c: Config) -> dict[str, bool]:
     return {"--surrogate centred": c.method.recorded_top_k is not None}
+
+
+def _replays_sampler(c: Config) -> bool:
+    replay = c.method.routing_replay
+    return replay is not None and replay.source == "sampler"
 
 
 def _of_critic(c: Config, *, own: bool = False, apart: bool = False) -> dict[str, bool]:
@@ -148,20 +145,20 @@ CHOICES: Mapping[str, Callable[[Config], Mapping[str, bool]]] = {
     },
     "no reward model": lambda c: {"a run without a reward model": not c.rewards.models},
     "sampler outside": lambda c: {"--sampler": c.sampler.is_outside},
-    "drawn here": lambda c: {**_drawn_here(c), **_recorded_here(c)},
+    "drawn here": _drawn_here,
     "mixture apart": lambda c: {
         **_drawn_here(c),
-        **_recorded_here(c),
         "--sampler": c.sampler.is_outside,
         "--max-staleness": c.staleness > 0,
         "--placement.reference": c.name == "nash-md" and c.placement.reference.apart,
     },
     "server": lambda c: {"--sampler http://...": isinstance(c.sampler.sampler, Server)},
-    "order of the decoder": lambda c: {
+    "known to the decoder": lambda c: {
         "--continuous-batching": c.method.continuous_batching is not None,
         "--fixed-length": c.method.fixed_length is not None,
         # A server returns no entropy; -log μ of the drawn token would choose by chance.
         "--token-choice top_entropy": isinstance(c.method.token_choice, TopEntropy),
+        "--routing-replay sampler": _replays_sampler(c),
     },
     "how prompts are written": lambda c: {
         str(c.data.writing_option): c.data.writing_option is not None,
@@ -172,7 +169,7 @@ CHOICES: Mapping[str, Callable[[Config], Mapping[str, bool]]] = {
         "options of --sampler here": isinstance(c.sampler.sampler, Here)
         and c.sampler.sampler != Here(),
         "--fixed-length": c.method.fixed_length is not None,
-        **_recorded_here(c),
+        **_centred(c),
     },
     "one width": lambda c: {
         "--environment": c.sampler.environment is not None,
@@ -268,16 +265,16 @@ TABLE: Mapping[tuple[str, str], str] = {
         "the dtype of its base is that of --reference-storage"
     ),
     ("sampler outside", "drawn here"): (
-        "only the decoder beside the trainer draws these, and records experts and "
-        "likeliest tokens"
+        "only the decoder beside the trainer draws these, and records likeliest tokens"
     ),
-    ("server", "order of the decoder"): (
-        "a server decides the order itself, and returns no entropies"
+    ("server", "known to the decoder"): (
+        "a server decides the order itself, and neither entropies nor experts are read "
+        "from its answers"
     ),
     ("environment", "how prompts are written"): "it writes its prompts from the rows",
     ("environment", "decoder options"): (
-        "episodes have a cache of their own, record neither experts nor likeliest "
-        "tokens, and end their turns at a stop token"
+        "episodes have a cache of their own, record no likeliest tokens, and end their "
+        "turns at a stop token"
     ),
     ("one width", "buckets"): "all of its batches have one width",
     ("redraws", "no known groups"): (

@@ -48,6 +48,7 @@ class Sampled:
     temperature: float
     lora: None = None
     continuous_batching: None = None
+    routing_record: None = None
 
 
 class EpisodePrograms:
@@ -100,6 +101,7 @@ class EpisodePrograms:
         own = -(-places // of_all)  # places of one replica
         self.places, self.chunk = own * self.shares, chunk
         self.arriving = max(1, own // READERS) * self.shares
+        self.record = recipe.routing_record
         options: dict[str, Any] = {
             "model": recipe.model,
             "stop_ids": recipe.stop_ids,
@@ -160,7 +162,10 @@ class EpisodePrograms:
                 axis=together,
                 **options,
             )
-            return state, dataclasses.replace(state, caches=())
+            return state, dataclasses.replace(state, caches=(), experts=None)
+
+        def experts(state: Episodes, place: Array) -> Array | None:
+            return episode_places.rows(state, here(place)).experts
 
         self._base = self._put(base)
         self._keys_program = jax.jit(_row_keys)
@@ -169,8 +174,9 @@ class EpisodePrograms:
             recipe.model,
             places=self.places,
             columns=columns + chunk + 1,
+            record_experts=self.record is not None,
         )
-        where, without_caches = self._where(empty, heads=recipe.model.common_kv_heads)
+        where, on_host = self._where(empty, heads=recipe.model.common_kv_heads)
         self._empty_program = jax.jit(empty, out_shardings=where)
         self._weights_program = jax.jit(weights)
         self._read_program = jax.jit(
@@ -194,8 +200,9 @@ class EpisodePrograms:
         self._advance_program = jax.jit(
             self._split(advance, EVERYWHERE, BY_PLACE, BY_PLACE, EVERYWHERE),
             donate_argnums=1,
-            out_shardings=(where, without_caches),
+            out_shardings=(where, on_host),
         )
+        self._experts_program = jax.jit(self._split(experts, BY_PLACE, EVERYWHERE))
         self._state: Episodes | None = None
         self._weights: Weights | None = None
 
@@ -243,6 +250,11 @@ class EpisodePrograms:
         """Writes copies made by `take` to places."""
         self._state = self._put_program(self._state, rows, place)
 
+    def experts(self, *, place: int) -> HostArray:
+        """Returns the experts that were recorded in a place, on the host."""
+        rows = self._experts_program(self._state, np.array([place], np.int32))
+        return jax.device_get(rows)[place * self.shares // self.places]
+
     def advance(self, *, until: HostArray, steps: int) -> Episodes:
         """Draws further tokens; returns the places on the host, without caches."""
         self._state, places = self._advance_program(
@@ -257,7 +269,7 @@ class EpisodePrograms:
         return replicas.place(tree, replicas=self._replicas)
 
     def _where(self, empty: Callable[..., Episodes], *, heads: int) -> tuple[Any, Any]:
-        """Returns shardings of the places with their caches, and without them.
+        """Returns shardings of the places, and of the part that `advance` returns.
 
         The devices of a replica share the heads of the cache if they divide them.
         """
@@ -277,7 +289,7 @@ class EpisodePrograms:
         )
         return (
             dataclasses.replace(where, caches=caches),
-            dataclasses.replace(where, caches=()),
+            dataclasses.replace(where, caches=(), experts=None),
         )
 
     def _split(

@@ -55,6 +55,7 @@ class OutsideSampler(contextlib.AbstractContextManager[Any]):
         *,
         home: Mesh,
         max_new_tokens: int,
+        record: tuple[int, int] | None = None,
         merge: Callable[[Params], Params] | None = None,
         retries: Retries | None = None,
         threaded: bool = True,
@@ -64,12 +65,14 @@ class OutsideSampler(contextlib.AbstractContextManager[Any]):
         Args:
           sampler: None in every process but the first.
           home: the policy's mesh, where responses are returned.
+          record: L and k, layers and experts of a token that the sampler records; None:
+            it records none.
           merge: adapters -> merged parameters; None for a policy without adapters.
           threaded: whether a thread may call it during updates.
         """
         self.threaded = threaded
         self._sampler, self._home, self._merge = sampler, home, merge
-        self._max_new_tokens = max_new_tokens
+        self._max_new_tokens, self._record = max_new_tokens, record
         # With several processes: the version whose parameters are on the first's host.
         self._gathered: tuple[int, Params] | None = None
         self.retries = Retries() if retries is None else retries
@@ -154,11 +157,10 @@ class OutsideSampler(contextlib.AbstractContextManager[Any]):
 
     def bring_home(self, asked: Asked) -> Rollout:
         """Waits for the responses of `draw_there`; moves them to the policy's mesh."""
-        rows = len(asked.prompts.tokens)
         if jax.process_count() == 1:
             drawn = asked.answer.result()
         else:
-            drawn = self._from_first(asked.answer, rows=rows)
+            drawn = self._from_first(asked)
         rollout = protocol.rollout_of(asked.prompts, drawn, version=asked.version)
         mine = row_sharding.own_rows(rollout, mesh=self._home)
         return row_sharding.put_rows(mine, mesh=self._home)
@@ -197,23 +199,25 @@ class OutsideSampler(contextlib.AbstractContextManager[Any]):
             self._gathered = version, jax.tree.unflatten(structure, whole)
         return self._gathered[1]
 
-    def _from_first(
-        self, answer: Future[protocol.Drawn], *, rows: int
-    ) -> protocol.Drawn:
+    def _from_first(self, asked: Asked) -> protocol.Drawn:
         """Broadcasts the responses of the first process to all processes.
 
         Raises:
           StopError: the draw failed; the first process raises the original error.
         """
-        shape = rows, self._max_new_tokens
-        zeros = np.zeros(shape, np.float32)
+        rows, before = asked.prompts.tokens.shape
+        zeros = np.zeros((rows, self._max_new_tokens), np.float32)
+        experts = None
+        if self._record is not None:
+            shape = rows, before + self._max_new_tokens, *self._record
+            experts = np.zeros(shape, np.int32)
         drawn = protocol.Drawn(
-            zeros.astype(np.int32), zeros, np.ones(rows, np.int32), zeros
+            zeros.astype(np.int32), zeros, np.ones(rows, np.int32), zeros, experts
         )
         failure, message = None, ""
         if processes.is_first():
             try:
-                drawn = answer.result()
+                drawn = asked.answer.result()
             except Exception as error:  # the other processes wait for the outcome
                 failure, message = error, str(error) or type(error).__name__
         if message := processes.from_first(message):
@@ -223,17 +227,18 @@ class OutsideSampler(contextlib.AbstractContextManager[Any]):
             entropy = -drawn.sampler_logprobs
         distance = math.nan if self._distance is None else self._distance
         # The other processes pass zeros of the same shapes.
-        *arrays, distance = multihost_utils.broadcast_one_to_all(
+        *arrays, experts, distance = multihost_utils.broadcast_one_to_all(
             (
                 np.asarray(drawn.tokens, np.int32),
                 np.asarray(drawn.sampler_logprobs, np.float32),
                 np.asarray(drawn.lengths, np.int32),
                 np.asarray(entropy, np.float32),
+                drawn.experts,
                 np.float32(distance),
             )
         )
         self._distance = None if math.isnan(distance) else float(distance)
-        return protocol.Drawn(*map(np.asarray, arrays))
+        return protocol.Drawn(*jax.tree.map(np.asarray, (*arrays, experts)))
 
     def stats(self) -> masked.Stats:
         """`policy/sampler_check`: distance at the last hand-over, nats per token."""

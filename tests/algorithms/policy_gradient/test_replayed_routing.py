@@ -20,6 +20,8 @@ from rlhf_jax.data import layouts
 from rlhf_jax.data.layouts.arrays import Form
 from rlhf_jax.data.layouts.packer import spans
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import decoder
+from rlhf_jax.models.experts import OWN
 from rlhf_jax.roles.reference.frozen import FrozenModels
 
 MODEL = dataclasses.replace(toys.LLAMA, experts=config.Experts(4, 2))
@@ -38,7 +40,7 @@ SCORES = np.array([0.5, -1.0, 0.25, 2.0], np.float32)
 
 
 @functools.cache
-def drawn(*, recorded):
+def drawn(*, recorded, **options):
     """Two responses to each of two prompts, which are read once per group."""
     alone = toys.prompts((4, 4, 2, 2))
     first = np.array([0, 0, 2, 2])
@@ -50,7 +52,7 @@ def drawn(*, recorded):
         sample=toys.array([0, 1, 0, 1], np.int32),
     )
     replay = RoutingReplay("sampler") if recorded else None
-    recipe = dataclasses.replace(RECIPE, routing_replay=replay)
+    recipe = dataclasses.replace(RECIPE, routing_replay=replay, **options)
     key = jax.random.key(0)
     return sampled(toys.params(MODEL), prompts=prompts, key=key, recipe=recipe)
 
@@ -120,6 +122,21 @@ def test_the_reference_replays_by_choice_and_old_records_the_trainer():
 
 
 @pytest.mark.slow
+def test_greedy_responses_beside_the_samples_are_recorded_too():
+    rollout = drawn(recorded=True, baseline="greedy")
+    _, routing = toys.jit(decoder.hidden_and_routing, static_argnames=("model",))(
+        toys.params(MODEL), model=MODEL, tokens=rollout.tokens, mask=rollout.mask
+    )
+    record = np.asarray(rollout.experts)
+    ran = record[..., 0, 0] != OWN
+    # All but the last token of each row.
+    np.testing.assert_array_equal(
+        ran.sum(axis=1), np.asarray(rollout.mask).sum(axis=1) - 1
+    )
+    np.testing.assert_array_equal(record[ran], np.asarray(routing.chosen)[ran])
+
+
+@pytest.mark.slow
 def test_the_record_and_the_step_of_continuous_batching_are_those_of_a_plain_batch():
     """Decodes two of four rows at a time; the second group replaces the first."""
     plain = dataclasses.replace(RECIPE, routing_replay=RoutingReplay("sampler"))
@@ -151,7 +168,7 @@ def test_options_that_cannot_act_are_named():
     with pytest.raises(InputError, match="balance_coef: expected a mixture of expert"):
         dataclasses.replace(RECIPE, model=toys.LLAMA, balance_coef=0.01)
     start, *_ = experience(RECIPE)
-    with pytest.raises(InputError, match="got one without; sample with the trainer's"):
+    with pytest.raises(InputError, match="got one without; sample with the library's"):
         made(
             start,
             rollout=drawn(recorded=False),

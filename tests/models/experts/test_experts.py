@@ -189,9 +189,13 @@ def test_a_sampler_records_what_the_trainer_chooses(plain, chunk):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pages", [None, 8])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"prefill_chunk": 3}, {"cache_pages": 8, "page_size": 4}],
+    ids=str,
+)
 @pytest.mark.parametrize("model", [UNEVEN, BESIDE], ids=["uneven", "beside"])
-def test_continuous_batching_records_what_a_plain_batch_does(model, pages):
+def test_continuous_batching_records_what_a_plain_batch_does(model, options):
     """Two places for three rows; one waits for a finished row's place."""
     params = noisy(model)
     rows = jnp.arange(3)
@@ -203,12 +207,12 @@ def test_continuous_batching_records_what_a_plain_batch_does(model, pages):
         record_experts=True,
     )
     tokens, mask = TOKENS[:, ::-1].copy(), MASK[:, ::-1].copy()
-    paged = dataclasses.replace(model, cache_pages=pages, page_size=4)
+    of_places = dataclasses.replace(model, **options)
     plain, batched = (
         jax.jit(functools.partial(draw, model=model, continuous_batching=places))(
             params, tokens=tokens, mask=mask
         )
-        for model, places in ((model, None), (paged, 2))
+        for model, places in ((model, None), (of_places, 2))
     )
     np.testing.assert_array_equal(batched.tokens, plain.tokens)
     np.testing.assert_array_equal(batched.experts, plain.experts)

@@ -46,7 +46,7 @@ PAIRS = {
     ),
     ("adapters", "rounded sampler"): "grpo --lora 8 --sampler here,dtype=int8",
     ("sampler outside", "drawn here"): "grpo --sampler process --environment rooms",
-    ("server", "order of the decoder"): (
+    ("server", "known to the decoder"): (
         "grpo --sampler http://localhost:1,model=m --continuous-batching 8"
     ),
     ("environment", "how prompts are written"): (
@@ -107,19 +107,15 @@ def test_the_table_is_short_and_every_row_has_a_command_line():
             "distill --success-score 1 --group-size 2 --max-redraws 2",
             ("redraws", "no known groups"),
         ),
+        ("grpo --routing-replay sampler --sampler process", None),
+        ("ppo --routing-replay sampler --environment rooms", None),
+        ("grpo --routing-replay sampler --baseline greedy", None),
         (
-            "grpo --routing-replay sampler --sampler process",
-            ("sampler outside", "drawn here"),
+            "grpo --routing-replay sampler --sampler http://localhost:1,model=m",
+            ("server", "known to the decoder"),
         ),
-        (
-            "ppo --routing-replay sampler --environment rooms",
-            ("environment", "decoder options"),
-        ),
-        (
-            "grpo --routing-replay sampler --baseline greedy",
-            ("draws beside", "mixture apart"),
-        ),
-        ("ppo --routing-replay old --sampler process", None),
+        ("ppo --routing-replay old --sampler http://localhost:1,model=m", None),
+        ("ppo --routing-replay old --environment rooms", None),
         ("grpo --baseline greedy --sampler process", ("draws beside", "mixture apart")),
         (
             "grpo --surrogate centred --sampler process",
@@ -133,7 +129,7 @@ def test_the_table_is_short_and_every_row_has_a_command_line():
         ("grpo --surrogate centred --max-staleness 1", None),
         (
             "grpo --token-choice top_entropy --sampler http://localhost:1,model=m",
-            ("server", "order of the decoder"),
+            ("server", "known to the decoder"),
         ),
     ],
 )

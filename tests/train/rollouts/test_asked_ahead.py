@@ -9,6 +9,7 @@ import pytest
 import toys
 from jax.experimental import multihost_utils
 
+from rlhf_jax.devices import processes
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import StopError
 from rlhf_jax.samplers import protocol
@@ -20,8 +21,9 @@ MESH = MeshShape(data=2).make(jax.devices()[:2])
 class Slow:
     """Draws once permitted: as many tokens as policies were handed over."""
 
-    def __init__(self, failure=None):
+    def __init__(self, failure=None, experts=None):
         self.may, self.failure, self.handed = threading.Event(), failure, []
+        self.experts = experts
 
     def hand_over(self, params, *, version):
         self.handed.append((version, params["w"].tolist()))
@@ -34,7 +36,10 @@ class Slow:
         rows = len(prompts.tokens)
         tokens = np.full((rows, 2), 5 + version, np.int32)
         return protocol.Drawn(
-            tokens, np.zeros((rows, 2), np.float32), np.ones(rows, np.int32)
+            tokens,
+            np.zeros((rows, 2), np.float32),
+            np.ones(rows, np.int32),
+            experts=self.experts,
         )
 
     def close(self):
@@ -61,8 +66,8 @@ def asked_by_two(monkeypatch):
     return ask
 
 
-def of_two(sampler):
-    return OutsideSampler(sampler, home=MESH, max_new_tokens=2)
+def of_two(sampler, **options):
+    return OutsideSampler(sampler, home=MESH, max_new_tokens=2, **options)
 
 
 def test_the_trainer_goes_on_while_the_sampler_draws(asked_by_two):
@@ -94,3 +99,29 @@ def test_leaving_does_not_wait_for_a_draw(asked_by_two):
         asked_by_two(sampler, version=0)
         waiting = asked_by_two(sampler, version=1)
     assert not waiting.answer.done()
+
+
+@pytest.mark.parametrize("record", [None, (3, 1)])
+def test_other_processes_pass_arrays_of_the_same_shapes(
+    record, asked_by_two, monkeypatch
+):
+    """Prompts of four columns, responses of two, experts of three layers."""
+    passed, experts = [], None
+    if record is not None:
+        experts = np.arange(4 * 6 * 3, dtype=np.int32).reshape(4, 6, *record)
+
+    def broadcast(tree):
+        passed.extend([tree] if isinstance(tree, tuple) else [])
+        return tree
+
+    monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", broadcast)
+    slow = Slow(experts=experts)
+    slow.may.set()
+    with of_two(slow, record=record) as first, of_two(None, record=record) as other:
+        rollout = first.bring_home(asked_by_two(first, version=0))
+        monkeypatch.setattr(processes, "is_first", lambda: False)
+        other.bring_home(asked_by_two(other, version=0))
+    shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in passed]
+    assert shapes[0] == shapes[1]
+    if record is not None:
+        np.testing.assert_array_equal(rollout.experts, experts)
