@@ -119,7 +119,7 @@ def conclude(
             num_epochs=recipe.num_epochs,
             group_size=recipe.rows_per_prompt,
             adapters=None if recipe.lora is None else trained,
-            trained=config.trained_share,
+            trained=recipe.trained_share,
             references=[
                 frozen.shape_of(reference, policy=recipe.model)
                 for reference in references

@@ -263,7 +263,7 @@ def _reprompt(
         options=config.data,
         start=start,
         success_score=config.success_score,
-        group_size=config.rows_per_prompt,
+        group_size=config.method.rows_per_prompt,
         max_new_tokens=config.batch.max_new_tokens,
     )
 

@@ -304,6 +304,16 @@ class PolicyRecipe:
         return size
 
     @property
+    def rows_per_prompt(self) -> int:
+        """Number of neighbouring rows with the same prompt, which is then run once."""
+        return 1
+
+    @property
+    def trained_share(self) -> float:
+        """Share of an iteration's responses that the update is trained on."""
+        return 1.0
+
+    @property
     def reads_reference(self) -> bool:
         """Whether the policy loss itself reads the reference's log-probs."""
         return isinstance(self.surrogate, DAR)

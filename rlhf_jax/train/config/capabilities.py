@@ -182,7 +182,7 @@ CHOICES: Mapping[str, Callable[[Config], Mapping[str, bool]]] = {
     "redraws": lambda c: {"--max-redraws": c.sampler.max_redraws > 0},
     "no known groups": lambda c: {
         f"rlhf-jax {c.name}, whose prompts have one response": (
-            c.rows_per_prompt == 1 or c.name == "nash-md"
+            c.method.rows_per_prompt == 1 or c.name == "nash-md"
         ),
         f"rlhf-jax {c.name}, whose groups of equal rewards teach something": (
             c.name == "distill"

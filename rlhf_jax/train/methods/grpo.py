@@ -36,7 +36,6 @@ from typing import Annotated, Any, ClassVar
 from rlhf_jax.algorithms import grpo
 from rlhf_jax.algorithms.grpo import GRPO, GroupRecipe
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
-from rlhf_jax.functional import checks
 from rlhf_jax.roles.reference.lifecycle import Lifecycle, Mix
 from rlhf_jax.train import commands
 from rlhf_jax.train.config.config import FLAT, PolicyGradientConfig
@@ -64,15 +63,6 @@ class Config(PolicyGradientConfig):
     makes: ClassVar[type[PolicyGradient]] = GRPO
     method: Annotated[GroupRecipe, FLAT] = RECIPE
     """Coefficients and choices of GRPO."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.groups(self.batch.batch_size, group_size=self.method.group_size)
-
-    @property
-    def rows_per_prompt(self) -> int:
-        """Number of responses to each prompt of a batch."""
-        return self.method.group_size
 
 
 PRESETS: dict[str, dict[str, Any]] = {
