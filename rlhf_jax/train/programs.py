@@ -42,7 +42,7 @@ from rlhf_jax.train.watch import sampled_tokens
 
 if TYPE_CHECKING:
     from rlhf_jax.algorithms.flow.teacher import TeacherPrompts
-    from rlhf_jax.train.packed_rollouts import EndPacker, RolloutPacker
+    from rlhf_jax.train.packed_rollouts import RolloutPacker
 
 Array = jax.Array
 Params = Any
@@ -86,21 +86,19 @@ class Programs:
         # each call.
         on, bind, jit = functools.partial(sharding.on, mesh), functools.partial, jax.jit
         self.pack: RolloutPacker | None = None
-        self.pack_ends: EndPacker | None = None
         if config.batch.packing is not None:
             # Imported here and below because few runs need them.
-            from rlhf_jax.train.packed_rollouts import EndPacker, RolloutPacker
+            from rlhf_jax.train.packed_rollouts import RolloutPacker
 
-            packed: dict[str, Any] = {
-                "recipe": recipe,
-                "rows": config.batch.batch_size,
-                "mesh": mesh,
-                "columns": None
+            self.pack = RolloutPacker(
+                config.batch.packing,
+                recipe=recipe,
+                rows=config.batch.batch_size,
+                mesh=mesh,
+                columns=None
                 if config.data.buckets is None
                 else max(config.data.buckets) + recipe.max_new_tokens,
-            }
-            self.pack = RolloutPacker(config.batch.packing, **packed)
-            self.pack_ends = EndPacker(config.batch.packing, **packed)
+            )
         # Donation writes the new state over the old one, so that parameters and moments
         # exist once. Frozen models are never donated.
         donated = bind(jit, donate_argnames=("state",))

@@ -27,6 +27,7 @@ from rlhf_jax.data.text import Written
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.extensions import entry_points
 from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.models.packing import SizedPacking
 from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.rewards.scores import Scores
@@ -44,13 +45,13 @@ from rlhf_jax.train.config.rewards import Verifier as VerifierChoice
 
 if TYPE_CHECKING:
     from rlhf_jax.roles.rewards.verifiers import Verifier
-    from rlhf_jax.train.packed_rollouts import EndPacker
     from rlhf_jax.verification.pool import VerifierPool
 
 Array = jax.Array
 Early = dict[str, Scores]  # scores from processes, by the name of the reward
 EPISODES = "(environment)"  # key of an environment's own scores; no reward's name
 Programmed = Callable[[Rollout], Array | Scores]
+Pack = Callable[[Rollout], SizedPacking | None]  # how reward models read a rollout
 
 
 class RewardPools:
@@ -136,7 +137,7 @@ class RewardList:
         pools: RewardPools,
         *,
         models: Sequence[RewardModel],
-        pack: EndPacker | None,
+        pack: Pack | None,
         policy: Pretrained,
         rows: list[Row],
         prompts: Sequence[Written],
@@ -302,7 +303,7 @@ def text_reward(reward: TextReward, *, mesh: Mesh) -> Programmed:
 
 
 def model_reward(
-    scorers: Sequence[RewardModel], *, pack: EndPacker | None, source: Model
+    scorers: Sequence[RewardModel], *, pack: Pack | None, source: Model
 ) -> Programmed:
     """Runs reward models on their own devices, packed where that is less work."""
     # Arguments of the program: a closure would bake their parameters into it.

@@ -130,7 +130,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
         RewardList,
         pools,
         models=models.reward_models,
-        pack=programs.pack_ends,
+        pack=None if programs.pack is None else programs.pack.ends,
         policy=start,
     )
     judge = None
