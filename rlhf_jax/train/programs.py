@@ -182,16 +182,6 @@ class Programs:
                 count=min(config.watch.num_alternatives, recipe.model.num_tokens),
             )
         )
-
-        def text_stats(
-            policy: Params, texts: Mapping[str, Sequences], base: Frozen | None
-        ) -> Stats:
-            from rlhf_jax.algorithms import evaluation
-
-            params = adapted_params(policy, base=base, lora=recipe.lora)
-            return evaluation.text_stats(params, texts, model=recipe.model)
-
-        self._text_stats = jit(on(text_stats))
         self._drift = jit(
             bind(
                 drift.of_policy,
@@ -210,7 +200,17 @@ class Programs:
 
     def text_stats(self, policy: Params, texts: Mapping[str, Sequences]) -> Stats:
         """Applies `evaluation.text_stats` to the policy."""
-        return self._text_stats(policy, texts, self._models.base) if texts else {}
+        if not texts:
+            return {}
+        return self._text_stats(policy, texts, base=self._models.base)
+
+    @functools.cached_property
+    def _text_stats(self) -> Callable[..., Stats]:
+        from rlhf_jax.algorithms import evaluation  # few runs watch texts
+
+        shape: dict[str, Any] = {"model": self.recipe.model, "lora": self.recipe.lora}
+        on_mesh = sharding.on(self._mesh, evaluation.text_stats)
+        return jax.jit(functools.partial(on_mesh, **shape))
 
     def read(
         self,
