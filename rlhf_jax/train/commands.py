@@ -47,7 +47,7 @@ def _example(kind: Any, key: str | None, *, choice: Any) -> str:
         word = choices.name_of(kind)
     if getattr(kind, "OPEN", False):
         word = dataclasses.fields(kind)[0].name.upper()
-    keys = dict.fromkeys([*choices.missing(kind, {}), *([key] if key else [])])
+    keys = dict.fromkeys(choices.missing(kind, {}) + ([] if key is None else [key]))
     given = [f"{name}=VALUE" for name in keys if name.upper() != word]
     return ",".join([word, *given])
 

@@ -13,7 +13,6 @@ from rlhf_jax.runs import drift_report, metrics, plots, report, run
 from rlhf_jax.train.build import Models
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.programs import Programs
-from rlhf_jax.train.watch.watcher import judge_failures
 
 MEASURED = {
     "objective/scores": "score",
@@ -81,7 +80,9 @@ def conclude(
 
         summary["verdict"] = verdicts.conclude(measured, alarms=job.alarms)
     if config.watch.judge is not None and config.watch.judge_failure == "warn":
-        summary["judge_failures"] = judge_failures(measured)
+        from rlhf_jax.train.watch import judge
+
+        summary["judge_failures"] = judge.failures(measured)
     if reference is not None:
         root = frozen.fingerprint_of(reference).root
         summary |= {"reference_fingerprint": root, "reference_verified": True}

@@ -31,7 +31,6 @@ from rlhf_jax.models.packing import SizedPacking
 from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.rewards.scores import Scores
-from rlhf_jax.roles.rewards.text import TextReward
 from rlhf_jax.runs import command_line
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.config.rewards import (
@@ -44,6 +43,7 @@ from rlhf_jax.train.config.rewards import (
 from rlhf_jax.train.config.rewards import Verifier as VerifierChoice
 
 if TYPE_CHECKING:
+    from rlhf_jax.roles.rewards.text import TextReward
     from rlhf_jax.roles.rewards.verifiers import Verifier
     from rlhf_jax.verification.pool import VerifierPool
 
@@ -71,6 +71,9 @@ class RewardPools:
         self.pools: dict[str, VerifierPool] = {}
         for source in config.sources:
             if isinstance(source.source, Function):
+                # Imported here and below because only some rewards need them.
+                from rlhf_jax.roles.rewards.text import TextReward
+
                 self.functions[source.name] = command_line.load_function(
                     source.source.function,
                     called=_option(config, source),
@@ -83,7 +86,6 @@ class RewardPools:
                     unsafe=config.rewards.unsafe_verifier,
                 )
                 self.verifiers[source.name] = verifier
-                # Imported here because only verifiers need processes.
                 from rlhf_jax.verification.pool import VerifierPool
 
                 self.pools[source.name] = stack.enter_context(
@@ -164,6 +166,8 @@ class RewardList:
                         mine, pack=pack, source=source.source
                     )
                 case Function(spec):
+                    from rlhf_jax.roles.rewards.text import TextReward
+
                     reward = TextReward(
                         function=pools.functions[source.name],
                         decode=policy.decode,
