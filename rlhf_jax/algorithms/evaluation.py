@@ -93,7 +93,7 @@ def judge_stats(scores: Array, *, judged: Array | None = None) -> masked.Stats:
     }
 
 
-class Divergence(NamedTuple):
+class ResponseKL(NamedTuple):
     """The KL of a policy's responses to a reference, summed over tokens."""
 
     exact: Array  # f32[B], nats, Σ KL(π ‖ π_ref) over the vocabulary
@@ -110,7 +110,7 @@ def divergence(
     ref_model: ModelConfig,
     max_new_tokens: int,
     temperature: float,
-) -> Divergence:
+) -> ResponseKL:
     """The KL of each response to the reference, from a forward pass of each model.
 
     `exact` and `k1` both estimate KL(π ‖ π_ref) of whole responses drawn from π. `k1`
@@ -155,4 +155,4 @@ def divergence(
     def summed(x: Array) -> Array:
         return jnp.sum(x, axis=1, where=rollout.response_mask)
 
-    return Divergence(summed(exact), summed(k1), summed(ref_logprobs))
+    return ResponseKL(summed(exact), summed(k1), summed(ref_logprobs))

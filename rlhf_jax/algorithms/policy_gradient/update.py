@@ -25,7 +25,6 @@ from rlhf_jax.algorithms.state import (
     PackedParts,
     TrainState,
     accumulate,
-    accumulate_packed,
     apply_gradients,
     count_skips,
     packed_parts,
@@ -206,11 +205,12 @@ def _step(
     minibatch, loss = loss_of(minibatch)
 
     def gradients(policy: Params) -> tuple[tuple[Params, Params], masked.Stats]:
-        trained = policy, state.critic
-        if parts is not None:
-            return accumulate_packed(loss, trained, minibatch, parts=parts)
         return accumulate(
-            loss, trained, minibatch, micro_batch_size=recipe.micro_batch_size
+            loss,
+            (policy, state.critic),
+            minibatch,
+            micro_batch_size=recipe.micro_batch_size,
+            parts=parts,
         )
 
     (policy_grads, critic_grads), stats = gradients(state.policy)

@@ -210,7 +210,7 @@ def ppo_loss(
     else:
         added = critic_loss(
             critic,
-            experience=experience,
+            experience,
             recipe=recipe,
             frozen=frozen,
             packing=packing,
@@ -221,8 +221,8 @@ def ppo_loss(
 
 def critic_loss(
     critic: Params,
-    *,
     experience: Experience,
+    *,
     num_values: Array,
     num_valued: Array,
     recipe: PPO,
