@@ -7,8 +7,7 @@ import typing
 import pytest
 
 from rlhf_jax.algorithms.policy_gradient.corrections import SamplerCorrection
-from rlhf_jax.algorithms.policy_gradient.entropy_control import EntropyTarget
-from rlhf_jax.algorithms.policy_gradient.gradient_penalty import GradientPenalty
+from rlhf_jax.algorithms.policy_gradient.options import EntropyTarget, GradientPenalty
 from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength, Surrogate
 from rlhf_jax.algorithms.policy_gradient.routing_replay import RoutingReplay
 from rlhf_jax.algorithms.policy_gradient.token_choice import TokenChoice

@@ -10,7 +10,7 @@ import dataclasses
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.algorithms.grpo.recipe import GroupRecipe
 from rlhf_jax.algorithms.policy_gradient import recipe, token_choice
-from rlhf_jax.algorithms.policy_gradient.entropy_control import EntropyTarget
+from rlhf_jax.algorithms.policy_gradient.options import EntropyTarget
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
 
 PUBLISHED = GroupRecipe(

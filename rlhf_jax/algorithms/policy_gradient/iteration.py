@@ -20,7 +20,6 @@ from rlhf_jax.algorithms import batch, flow
 from rlhf_jax.algorithms.policy_gradient import (
     algorithm,
     corrections,
-    entropy_control,
     routing_replay,
     token_choice,
 )
@@ -319,6 +318,8 @@ def make_experience(
             experience, rollout=rollout, step=state.step, choice=recipe.token_choice
         )
     if recipe.entropy_control is not None:
+        from rlhf_jax.algorithms.policy_gradient import entropy_control  # few runs
+
         state, experience, control_stats = entropy_control.control(
             state,
             experience,

@@ -15,19 +15,19 @@ from rlhf_jax.algorithms.policy_gradient.corrections import (
     SamplerCorrection,
     Weighted,
 )
-from rlhf_jax.algorithms.policy_gradient.entropy_control import EntropyTarget
-from rlhf_jax.algorithms.policy_gradient.gradient_penalty import GradientPenalty
 from rlhf_jax.algorithms.policy_gradient.loss import Loss
-from rlhf_jax.algorithms.policy_gradient.routing_replay import RoutingReplay
-from rlhf_jax.algorithms.policy_gradient.token_choice import TokenChoice
-from rlhf_jax.algorithms.policy_gradient.trust_regions import (
+from rlhf_jax.algorithms.policy_gradient.options import (
     DAR,
     DPPO,
     GMPO,
     TOPR,
     VESPO,
     Centred,
+    EntropyTarget,
+    GradientPenalty,
 )
+from rlhf_jax.algorithms.policy_gradient.routing_replay import RoutingReplay
+from rlhf_jax.algorithms.policy_gradient.token_choice import TokenChoice
 from rlhf_jax.functional import aggregation, checks, losses
 from rlhf_jax.functional.errors import expect_none
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty

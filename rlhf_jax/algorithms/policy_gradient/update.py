@@ -19,7 +19,6 @@ import optax
 from rlhf_jax.algorithms.batch import PolicyExperience, RolloutPacking, Sequences
 from rlhf_jax.algorithms.flow import ledger
 from rlhf_jax.algorithms.policy_gradient.algorithm import MinibatchLoss, PolicyGradient
-from rlhf_jax.algorithms.policy_gradient.gradient_penalty import penalised
 from rlhf_jax.algorithms.state import (
     Optimizer,
     PackedParts,
@@ -215,6 +214,8 @@ def _step(
 
     (policy_grads, critic_grads), stats = gradients(state.policy)
     if recipe.gradient_penalty is not None:
+        from rlhf_jax.algorithms.policy_gradient.gradient_penalty import penalised
+
         policy_grads = penalised(
             lambda policy: gradients(policy)[0][0],
             state.policy,

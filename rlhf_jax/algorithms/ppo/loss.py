@@ -210,7 +210,7 @@ def ppo_loss(
     else:
         added = critic_loss(
             critic,
-            experience,
+            experience=experience,
             recipe=recipe,
             frozen=frozen,
             packing=packing,

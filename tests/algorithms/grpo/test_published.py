@@ -17,7 +17,7 @@ from rlhf_jax import batch, grpo, kl_control, losses, masked, ppo, rewards, stat
 from rlhf_jax.algorithms.flow import selection, shaping
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.algorithms.policy_gradient import recipe as policy_recipe
-from rlhf_jax.algorithms.policy_gradient.entropy_control import EntropyTarget
+from rlhf_jax.algorithms.policy_gradient.options import EntropyTarget
 from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength
 from rlhf_jax.algorithms.policy_gradient.token_choice import ClipCov, KLCov, TopEntropy
 from rlhf_jax.functional import advantages, policy_losses

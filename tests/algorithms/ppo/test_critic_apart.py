@@ -164,7 +164,7 @@ def test_the_loss_is_told_the_values_and_the_responses_of_a_minibatch(
 ):
     """Not those of a micro-batch; rejected responses have values, empty rows none."""
 
-    def counts(critic, *, experience, num_values, num_valued, **_):
+    def counts(critic, experience, *, num_values, num_valued, **_):
         loss = critic["score"]["bias"].sum() * experience.mask.sum()
         one = jnp.ones(())
         return loss, {"values": (num_values, one), "responses": (num_valued, one)}

@@ -1,7 +1,7 @@
-"""Options of the surrogates DPPO, GMPO, VESPO, TOPR, DAR and score centring.
+"""Options that few recipes choose, whose formulas are imported only then.
 
-`recipe.Surrogate` is one of them, PPO's clip, CISPO or SAPO. Their formulas
-(`functional.policy_losses`) are imported only if one is chosen.
+These are surrogates other than PPO's clip, CISPO and SAPO (`functional.policy_losses`),
+the control of the entropy bonus, and the penalty on the gradient.
 """
 
 from __future__ import annotations
@@ -162,3 +162,34 @@ class Centred:
         return functools.partial(
             policy_losses.centred_loss, cap=self.cap, floor=self.floor
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class EntropyTarget:
+    """The coefficient grows while the entropy is at most the target, else shrinks."""
+
+    target: float = 0.2
+    """Entropy at or below which there is a bonus, nats per token."""
+    increment: float = 0.005
+    """Change of the coefficient in each iteration, reward units per nat."""
+    largest: float = 1.0
+    """Upper bound of the coefficient, reward units per nat."""
+
+    def __post_init__(self) -> None:
+        checks.positive(**vars(self))
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientPenalty:
+    """Adds γ/2·‖∇L‖² to the loss L of a minibatch, by a finite difference."""
+
+    strength: float
+    """γ: weight of half the squared norm of the gradient."""
+    step: float = 1e-3
+    """ε: step of the finite difference along the gradient; take a larger one where a
+    forward pass in bfloat16 would round it away."""
+    max_norm: float | None = 10.0
+    """Largest norm of each of the two gradients; None clips neither."""
+
+    def __post_init__(self) -> None:
+        checks.positive(strength=self.strength, step=self.step, max_norm=self.max_norm)
