@@ -32,7 +32,6 @@ from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.runs import command_line
-from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.config.rewards import (
     Environment,
     Function,
@@ -45,6 +44,8 @@ from rlhf_jax.train.config.rewards import Verifier as VerifierChoice
 if TYPE_CHECKING:
     from rlhf_jax.roles.rewards.text import TextReward
     from rlhf_jax.roles.rewards.verifiers import Verifier
+    from rlhf_jax.train.config.config import PolicyGradientConfig
+    from rlhf_jax.train.evaluate.options import Config as Evaluation
     from rlhf_jax.verification.pool import VerifierPool
 
 Array = jax.Array
@@ -59,7 +60,7 @@ class RewardPools:
 
     def __init__(
         self,
-        config: PolicyGradientConfig,
+        config: PolicyGradientConfig | Evaluation,
         *,
         mesh: Mesh,
         stack: contextlib.ExitStack,
@@ -123,12 +124,10 @@ class RewardPools:
     @property
     def reads_prompts(self) -> bool:
         """Whether a user's function reads the prompts."""
-        own = [
-            source
+        return bool(self.functions) or any(
+            isinstance(source.source, VerifierChoice) and source.source.is_function
             for source in self.config.sources
-            if isinstance(source.source, VerifierChoice) and source.source.is_function
-        ]
-        return bool(self.functions or own)
+        )
 
 
 class RewardList:
@@ -284,7 +283,7 @@ def require_some(scores: Array | Scores | None, *, sources: Sequence[Reward]) ->
         )
 
 
-def _option(config: PolicyGradientConfig, reward: Reward) -> str:
+def _option(config: PolicyGradientConfig | Evaluation, reward: Reward) -> str:
     """Returns the option of a reward, for messages."""
     if config.rewards.rewards:
         return f"--rewards {reward.name}"
