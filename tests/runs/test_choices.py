@@ -7,10 +7,13 @@ import typing
 import pytest
 
 from rlhf_jax.algorithms.policy_gradient.corrections import SamplerCorrection
-from rlhf_jax.algorithms.policy_gradient.options import EntropyTarget, GradientPenalty
+from rlhf_jax.algorithms.policy_gradient.options import (
+    EntropyTarget,
+    GradientPenalty,
+    TokenChoice,
+)
 from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength, Surrogate
 from rlhf_jax.algorithms.policy_gradient.routing_replay import RoutingReplay
-from rlhf_jax.algorithms.policy_gradient.token_choice import TokenChoice
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.control import PI, Adaptive, Control, Fixed, Lagrangian
 from rlhf_jax.models.lora import LoRA

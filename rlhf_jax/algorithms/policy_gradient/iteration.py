@@ -21,7 +21,6 @@ from rlhf_jax.algorithms.policy_gradient import (
     algorithm,
     corrections,
     routing_replay,
-    token_choice,
 )
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.update import shuffle_key, update
@@ -314,6 +313,8 @@ def make_experience(
     choice_stats, control_stats, weight_stats = {}, {}, {}
     # Before importance weights: Clip-Cov reads unweighted advantages.
     if recipe.token_choice is not None:
+        from rlhf_jax.algorithms.policy_gradient import token_choice  # few runs
+
         experience, choice_stats = token_choice.choose(
             experience, rollout=rollout, step=state.step, choice=recipe.token_choice
         )

@@ -25,9 +25,9 @@ from rlhf_jax.algorithms.policy_gradient.options import (
     Centred,
     EntropyTarget,
     GradientPenalty,
+    TokenChoice,
 )
 from rlhf_jax.algorithms.policy_gradient.routing_replay import RoutingReplay
-from rlhf_jax.algorithms.policy_gradient.token_choice import TokenChoice
 from rlhf_jax.functional import aggregation, checks, losses
 from rlhf_jax.functional.errors import expect_none
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from rlhf_jax.algorithms.policy_gradient.corrections import Recompute
-from rlhf_jax.algorithms.policy_gradient.token_choice import TopEntropy
+from rlhf_jax.algorithms.policy_gradient.options import TopEntropy
 from rlhf_jax.checkpoints.frozen_models import COPY
 from rlhf_jax.devices.placement import WITH_POLICY
 from rlhf_jax.functional.checks import InputError

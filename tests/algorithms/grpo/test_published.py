@@ -18,9 +18,13 @@ from rlhf_jax.algorithms.flow import selection, shaping
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.algorithms.grpo import published
 from rlhf_jax.algorithms.policy_gradient import recipe as policy_recipe
-from rlhf_jax.algorithms.policy_gradient.options import EntropyTarget
+from rlhf_jax.algorithms.policy_gradient.options import (
+    ClipCov,
+    EntropyTarget,
+    KLCov,
+    TopEntropy,
+)
 from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength
-from rlhf_jax.algorithms.policy_gradient.token_choice import ClipCov, KLCov, TopEntropy
 from rlhf_jax.functional import advantages, policy_losses
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference.frozen import FrozenModels
