@@ -15,15 +15,17 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax import grpo
-from rlhf_jax.algorithms.policy_gradient.recipe import CISPO, SAPO, Clip
-from rlhf_jax.algorithms.policy_gradient.token_choice import ClipCov, KLCov, TopEntropy
-from rlhf_jax.algorithms.policy_gradient.trust_regions import (
+from rlhf_jax.algorithms.policy_gradient.options import (
     DAR,
     DPPO,
     GMPO,
     TOPR,
     VESPO,
+    ClipCov,
+    KLCov,
+    TopEntropy,
 )
+from rlhf_jax.algorithms.policy_gradient.recipe import CISPO, SAPO, Clip
 from rlhf_jax.functional.kl.penalty import IN_LOSS, IN_REWARD
 
 Array = jax.Array

@@ -21,26 +21,35 @@ from rlhf_jax.algorithms.batch import Rollout, Sequences
 from rlhf_jax.functional import checks, kl, masked
 from rlhf_jax.models import decoder
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.lora import LoRA
 from rlhf_jax.roles.policy import exact_kl, logprobs_from_hidden
+from rlhf_jax.roles.reference.frozen import Frozen, adapted_params
 
 Array = jax.Array
 Params = Any
 
 
 def text_stats(
-    params: Params, texts: Mapping[str, Sequences], *, model: ModelConfig
+    policy: Params,
+    texts: Mapping[str, Sequences],
+    *,
+    model: ModelConfig,
+    base: Frozen | None = None,
+    lora: LoRA | None = None,
 ) -> masked.Stats:
     """-(1/N) Σ log π(token | tokens before it), the log of the texts' perplexity.
 
     The mean is over the tokens of all batches, at temperature 1.
 
     Args:
+      policy: parameters, or adapters of `base`.
       texts: {name: Sequences[M, b, S]}, M batches, run one at a time; the tokens of
         `response_mask` are read.
 
     Returns:
       {"eval/NAME_nll": (sum, weight)}, nats per token.
     """
+    params = adapted_params(policy, base=base, lora=lora)
 
     def of_batch(batch: Sequences) -> tuple[Array, Array]:
         num_tokens = sft.predicted(batch).sum(dtype=jnp.float32)
@@ -84,7 +93,7 @@ def judge_stats(scores: Array, *, judged: Array | None = None) -> masked.Stats:
     }
 
 
-class Divergence(NamedTuple):
+class ResponseKL(NamedTuple):
     """The KL of a policy's responses to a reference, summed over tokens."""
 
     exact: Array  # f32[B], nats, Σ KL(π ‖ π_ref) over the vocabulary
@@ -101,7 +110,7 @@ def divergence(
     ref_model: ModelConfig,
     max_new_tokens: int,
     temperature: float,
-) -> Divergence:
+) -> ResponseKL:
     """The KL of each response to the reference, from a forward pass of each model.
 
     `exact` and `k1` both estimate KL(π ‖ π_ref) of whole responses drawn from π. `k1`
@@ -146,4 +155,4 @@ def divergence(
     def summed(x: Array) -> Array:
         return jnp.sum(x, axis=1, where=rollout.response_mask)
 
-    return Divergence(summed(exact), summed(k1), summed(ref_logprobs))
+    return ResponseKL(summed(exact), summed(k1), summed(ref_logprobs))

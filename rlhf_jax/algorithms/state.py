@@ -164,7 +164,12 @@ def micro_batches(batch: Any, *, micro_batch_size: int | None) -> Any:
 
 @jax.named_scope("loss")
 def accumulate(
-    loss: LossFunction, params: Params, batch: Any, *, micro_batch_size: int | None
+    loss: LossFunction,
+    params: Params,
+    batch: Any,
+    *,
+    micro_batch_size: int | None,
+    parts: PackedParts | None = None,
 ) -> tuple[Params, masked.Stats]:
     """Gradient of a loss that is a sum over rows, one micro-batch at a time.
 
@@ -176,6 +181,7 @@ def accumulate(
       params: f32 leaves; the gradient is with respect to all of them.
       batch: a pytree whose leaves have B rows.
       micro_batch_size: rows of a part (`micro_batches`); None takes one part.
+      parts: packed parts in place of micro-batches (`accumulate_packed`).
 
     Returns:
       The gradient, with the structure and dtypes of `params`, and the stats of all
@@ -184,6 +190,8 @@ def accumulate(
     Raises:
       InputError: micro_batch_size does not divide B.
     """
+    if parts is not None:
+        return accumulate_packed(loss, params, batch, parts=parts)
     gradient = jax.grad(loss, has_aux=True)
     if micro_batch_size in (None, jax.tree.leaves(batch)[0].shape[0]):
         return gradient(params, batch)

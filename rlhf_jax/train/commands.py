@@ -1,93 +1,68 @@
-"""Command lines of trainers: the options of --help, and old names of options."""
+"""Command lines of trainers: the options of --help, and how to write others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlhf_jax.runs import command_line
+from rlhf_jax.runs import choices, command_line
 from rlhf_jax.train.config.config import PolicyGradientConfig
 
 if TYPE_CHECKING:
     from rlhf_jax.train.config.supervised import SupervisedConfig
 
-RENAMED = {
+OTHERS = {
     "--data": "--prompts",
-    "--question-field": "--prompt-field",
-    "--policy-learning-rate": "--learning-rate",
-    "--critic-learning-rate": "--critic.learning-rate (rlhf-jax ppo)",
-    "--critic-from": "--critic.start (rlhf-jax ppo)",
-    "--no-measure-kl": "--reference none",
-    "--teacher": "--reference",
-    "--teacher-storage.dtype": "--reference-storage.dtype",
-    "--teacher-storage.embeddings": "--reference-storage.embeddings",
-    "--placement.teacher": "--placement.reference",
-    "--lora.rank": "--lora RANK",
-    "--lora.alpha": "--lora RANK,alpha=A",
-    "--lora.modules": "--lora RANK,modules=A+B",
-    "--adam": "--optimizer adam or tf_adam",
-    "--adam-mu-dtype": "--optimizer adam,mu_dtype=bfloat16",
-    "--kl-control.kind": "--kl-control KIND,target=T",
-    "--kl-control.target": "--kl-control adaptive,target=T",
-    "--kl-control.unit": "--kl-control KIND,unit=response or token",
-    "--kl-control.end": "--kl-control linear,end=E",
-    "--kl-control.horizon": "--kl-control adaptive,horizon=N",
-    "--clip-range": "--surrogate clip,clip_range=R",
-    "--clip-range-high": "--surrogate clip,clip_range_high=R",
-    "--dual-clip": "--surrogate clip,dual_clip=C",
-    "--ratio-level": "--surrogate KIND,ratio_level=LEVEL",
-    "--sapo-temperature-pos": "--surrogate sapo,temperature_pos=T",
-    "--sapo-temperature-neg": "--surrogate sapo,temperature_neg=T",
-    "--recompute-logprobs": "--sampler-correction recompute",
-    "--sampler-weight-cap": "--sampler-correction truncate,cap=CAP",
-    "--sampler-weight-floor": "--sampler-correction mask,cap=CAP,floor=FLOOR",
-    "--staleness-weight-cap": "--sampler-correction truncate,cap=CAP or ratio",
-    "--truncate-after": "--fixed-length AFTER",
-    "--truncate-reward-only": "--fixed-length AFTER,reward_only=true",
-    "--sampler-mesh": "--placement.sampler",
-    "--lifecycle.reset-every": "--lifecycle.move reset,every=N",
-    "--lifecycle.mix-every": "--lifecycle.move mix,every=N,rate=R",
-    "--lifecycle.mix-rate": "--lifecycle.move mix,every=N,rate=R",
-    "--reward-combine": "--reward-model A+B,combine=minimum",
-    "--reward-std-coef": "--reward-model A+B,combine=mean_minus_std,std_coef=C",
-    "--answer-field": "--verifier NAME,answer_field=FIELD",
-    "--unmarked": "--verifier gsm8k,unmarked=last_number",
-    "--sampler-storage.dtype": "--sampler here,dtype=D",
-    "--sampler-storage.embeddings": "--sampler here,dtype=int8,embeddings=D",
-    "--sampler-cache": "--sampler here,cache=int8",
-    "--sampler-cache-pages": "--sampler here,cache_pages=N",
-    "--sampler-page-size": "--sampler here,page_size=N",
-    "--prefill-chunk": "--sampler here,prefill_chunk=N",
-    "--sampler-model": "--sampler http://HOST:PORT,model=NAME",
-    "--sampler-weights": "--sampler process,weights=FOLDER",
-    "--sampler-timeout": "--sampler process,timeout=SECONDS",
-    "--sampler-check-tolerance": "--sampler http://HOST:PORT,check_tolerance=T",
-    "--max-turns": "--environment NAME,max_turns=N",
-    "--max-turn-tokens": "--environment NAME,max_turn_tokens=N",
-    "--observation-chunk": "--environment NAME,observation_chunk=N",
-    "--episodes-timeout": "--environment NAME,seconds=S",
-    "--packing-width": "--packing auto,width=N",
-    "--max-tokens-per-device": "--packing auto,max_tokens_per_device=N",
-    "--out-of-domain": "--texts NAME=SOURCE",
-    "--eval-rows": "--held-out-rows or --text-rows",
-    "--alarms.held-out-perplexity": "--alarms.text-perplexity",
-    "--alarms.out-of-domain-perplexity": "--alarms.text-perplexity",
-}
-"""{option of an earlier version or another program: what to write instead}."""
-
-
-OF_SUPERVISED = {
-    **{name: new for name, new in RENAMED.items() if name.startswith("--lora.")},
     "--prompts": "--data",
-    "--warmup": "--schedule cosine,warmup=SHARE",
-    "--weight-decay": "--optimizer adamw,weight_decay=W",
+    "--teacher": "--reference",
     "--reference-free": "--reference none",
-    "--num-samples": "--normalise samples,num_samples=N",
-    "--max-new-tokens": "--normalise samples,max_new_tokens=N",
-    "--temperature": "--normalise samples,temperature=T",
-    "--demonstrations": "--normalise demonstrations,source=FILE",
 }
-"""As `RENAMED`, for supervised commands."""
+"""{option of another command or program: what to write instead}."""
+
+
+def successors(config_class: type[Any]) -> dict[str, str]:
+    """Returns how to write what is no option, but a key or a kind of one.
+
+    {"--clip-range": "--surrogate clip,clip_range=VALUE", "--adam": "--optimizer adam"}
+
+    A key may also follow its option, as in --lora.alpha or --sampler-cache.
+    """
+    found: dict[str, str] = {}
+    for option, choice in _choices(config_class):
+        group = option[: option.rfind(".") + 1] or "--"
+        for name, kind in choices.kinds_of(choice).items():
+            for key in (None, *(field.name for field in dataclasses.fields(kind))):
+                written = f"{option} {_example(kind, key, choice=choice)}"
+                for before in (group, f"{option}.", f"{option}-"):
+                    found.setdefault(before + (key or name).replace("_", "-"), written)
+    return found | OTHERS
+
+
+def _example(kind: Any, key: str | None, *, choice: Any) -> str:
+    """A kind with a key and with the keys that it needs, as "adam,b1=VALUE"."""
+    word = choices.metavar(choice).partition("[")[0]
+    if len(choices.kinds_of(choice)) > 1:
+        word = choices.name_of(kind)
+    if getattr(kind, "OPEN", False):
+        word = dataclasses.fields(kind)[0].name.upper()
+    keys = dict.fromkeys(choices.missing(kind, {}) + ([] if key is None else [key]))
+    given = [f"{name}=VALUE" for name in keys if name.upper() != word]
+    return ",".join([word, *given])
+
+
+def _choices(kind: Any, *, prefix: str = "--") -> Iterator[tuple[str, Any]]:
+    """Yields (option, union of its kinds) for the choices of a config's tree."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        bare, option = choices.bare(hint), prefix + field.name.replace("_", "-")
+        if dataclasses.is_dataclass(bare) and choices.spec_of(hint) is None:
+            inner = prefix if choices.is_unnamed(hint) else f"{option}."
+            yield from _choices(bare, prefix=inner)
+        elif choices.is_union(bare) and choices.kinds_of(bare):
+            yield option, bare
 
 
 def run(
@@ -128,7 +103,7 @@ def run(
             ),
             "Run": ("out", "resume"),
         },
-        renamed=RENAMED,
+        renamed=successors(config_class),
         prog=f"rlhf-jax {config_class.name}",
         argv=argv,
     )
@@ -167,7 +142,7 @@ def supervised(
             ),
             "Run": ("out", "resume"),
         },
-        renamed=OF_SUPERVISED,
+        renamed=successors(config_class),
         prog=f"rlhf-jax {config_class.name}",
         argv=argv,
     )

@@ -13,7 +13,6 @@ from rlhf_jax.runs import drift_report, metrics, plots, report, run
 from rlhf_jax.train.build import Models
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.programs import Programs
-from rlhf_jax.train.watch.watcher import judge_failures
 
 MEASURED = {
     "objective/scores": "score",
@@ -81,7 +80,9 @@ def conclude(
 
         summary["verdict"] = verdicts.conclude(measured, alarms=job.alarms)
     if config.watch.judge is not None and config.watch.judge_failure == "warn":
-        summary["judge_failures"] = judge_failures(measured)
+        from rlhf_jax.train.watch import judge
+
+        summary["judge_failures"] = judge.failures(measured)
     if reference is not None:
         root = frozen.fingerprint_of(reference).root
         summary |= {"reference_fingerprint": root, "reference_verified": True}
@@ -119,7 +120,7 @@ def conclude(
             num_epochs=recipe.num_epochs,
             group_size=recipe.rows_per_prompt,
             adapters=None if recipe.lora is None else trained,
-            trained=config.trained_share,
+            trained=recipe.trained_share,
             references=[
                 frozen.shape_of(reference, policy=recipe.model)
                 for reference in references

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -18,20 +18,20 @@ from jax.sharding import Mesh
 from rlhf_jax.algorithms.batch import Rollout, RolloutPacking
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.update import minibatches, shuffle_key
+from rlhf_jax.data import layouts
+from rlhf_jax.data.layouts import Packer
+from rlhf_jax.data.layouts.arrays import Form
+from rlhf_jax.data.layouts.sizes import WIDTHS, best_form
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.models import layout
 from rlhf_jax.models.packing import SizedPacking
 from rlhf_jax.train.config.prompts import Auto
 
-if TYPE_CHECKING:
-    from rlhf_jax.data.layouts import Packer
-    from rlhf_jax.data.layouts.arrays import Form
-
 Array = jax.Array
 
 
-class _Lengths:
-    """What both packers share: the options, and the lengths of a rollout."""
+class RolloutPacker:
+    """Packs the rollouts of a run; the first one decides the sizes of packed rows."""
 
     def __init__(
         self,
@@ -49,54 +49,27 @@ class _Lengths:
         """
         self._options, self._recipe, self._rows = options, recipe, rows
         self._devices = row_sharding.row_share(mesh).count
-        self._columns = columns
+        self._columns, self._mesh = columns, mesh
         self._packer: Packer | None = None
-        self._mesh = mesh
-
-    @functools.cached_property
-    def _spans(self) -> Callable[[Rollout], Array]:
-        # Imported here and below because only runs that pack need `layouts`.
-        from rlhf_jax.data import layouts
-
-        return jax.jit(sharding.on(self._mesh, layouts.spans))
-
-    def _widths(self, columns: int, *, max_tokens: int | None = None) -> list[int]:
-        """Returns the widths that a packed row may have, tokens, in increasing order.
-
-        Args:
-          max_tokens: limit for rows that are wider than padded ones; None has no limit.
-        """
-        if self._options.width is not None:
-            return [self._options.width]
-        from rlhf_jax.data.layouts.sizes import WIDTHS
-
-        widths = [int(share * columns) for share in WIDTHS]
-        return widths[:1] + [
-            width for width in widths[1:] if max_tokens is None or width <= max_tokens
-        ]
-
-
-class RolloutPacker(_Lengths):
-    """Packs each rollout of a run for `learn`; the first rollout decides the sizes."""
+        self._of_ends: Packer | None = None
 
     def __call__(self, rollout: Rollout, *, key: Array) -> RolloutPacking | None:
         """Waits for a rollout and returns its packing; None keeps it padded."""
         lengths, order = processes.whole((self._spans(rollout), self._order(key)))
         columns = rollout.tokens.shape[1]
         if self._packer is None:
-            from rlhf_jax.data.layouts import Packer
-            from rlhf_jax.data.layouts.sizes import best_form
-
-            form = best_form(self._forms(columns), lengths)
-            self._packer = Packer(form, sample=lengths)
+            self._packer = self._best(self._forms(columns), lengths)
             if processes.is_first():
                 print(self._packer.describe())
         return self._packer(lengths, order, columns=columns)
 
-    @functools.cached_property
-    def _order(self) -> Callable[[Array], Array]:
-        order = functools.partial(minibatches, rows=self._rows, recipe=self._recipe)
-        return jax.jit(lambda key: order(shuffle_key(key)))
+    def ends(self, rollout: Rollout) -> SizedPacking | None:
+        """As `__call__`, for a reward model: it reads the last token's state alone."""
+        lengths = processes.whole(self._spans(rollout))
+        columns = rollout.tokens.shape[1]
+        if self._of_ends is None:
+            self._of_ends = self._best(self._forms_of_ends(columns), lengths)
+        return self._of_ends.whole(lengths, columns=columns + 1)
 
     def summary(self) -> dict[str, Any]:
         """Returns the sizes, and how often each was used, for summary.json."""
@@ -104,10 +77,20 @@ class RolloutPacker(_Lengths):
             return {}
         return {"packing": self._packer.summary()}
 
+    @functools.cached_property
+    def _spans(self) -> Callable[[Rollout], Array]:
+        return jax.jit(sharding.on(self._mesh, layouts.spans))
+
+    @functools.cached_property
+    def _order(self) -> Callable[[Array], Array]:
+        order = functools.partial(minibatches, rows=self._rows, recipe=self._recipe)
+        return jax.jit(lambda key: order(shuffle_key(key)))
+
+    def _best(self, forms: list[Form], lengths: Any) -> Packer:
+        return Packer(best_form(forms, lengths), sample=lengths)
+
     def _forms(self, columns: int) -> list[Form]:
         """Returns one form per width, for a first rollout of `columns` columns."""
-        from rlhf_jax.data.layouts.arrays import Form
-
         recipe, options = self._recipe, self._options
         columns = columns if self._columns is None else self._columns
         max_tokens = options.max_tokens_per_device
@@ -130,39 +113,37 @@ class RolloutPacker(_Lengths):
             for width in self._widths(columns, max_tokens=max_tokens)
         ]
 
+    def _forms_of_ends(self, columns: int) -> list[Form]:
+        columns = columns if self._columns is None else self._columns
+        return [
+            Form(
+                rows=self._rows,
+                num_minibatches=1,
+                max_new_tokens=self._recipe.max_new_tokens + 1,
+                width=width,
+                columns=columns,
+                devices=self._devices,
+                ends=True,
+            )
+            for width in self._widths(columns)
+        ]
+
+    def _widths(self, columns: int, *, max_tokens: int | None = None) -> list[int]:
+        """Returns the widths that a packed row may have, tokens, in increasing order.
+
+        Args:
+          max_tokens: limit for rows that are wider than padded ones; None has no limit.
+        """
+        if self._options.width is not None:
+            return [self._options.width]
+        widths = [int(share * columns) for share in WIDTHS]
+        return widths[:1] + [
+            width for width in widths[1:] if max_tokens is None or width <= max_tokens
+        ]
+
     def _shares(self, width: int) -> bool:
         """Whether the attention engine lets responses of a group share their prompt."""
         model = self._recipe.model
         engine, _ = layout.choose(model, columns=width)
         whole = model.sliding_window is None and not model.recurrent_layers
         return engine in layout.PREFIXES and whole
-
-
-class EndPacker(_Lengths):
-    """Packs rollouts for a reward model, which reads only the last token's state."""
-
-    def __call__(self, rollout: Rollout) -> SizedPacking | None:
-        """Waits for a rollout and returns its packing; None keeps it padded."""
-        lengths = processes.whole(self._spans(rollout))
-        columns = rollout.tokens.shape[1]
-        if self._packer is None:
-            from rlhf_jax.data.layouts import Packer
-            from rlhf_jax.data.layouts.arrays import Form
-            from rlhf_jax.data.layouts.sizes import best_form
-
-            widest = columns if self._columns is None else self._columns
-            forms = [
-                Form(
-                    rows=self._rows,
-                    num_minibatches=1,
-                    max_new_tokens=self._recipe.max_new_tokens + 1,
-                    width=width,
-                    columns=widest,
-                    devices=self._devices,
-                    ends=True,
-                )
-                for width in self._widths(widest)
-            ]
-            form = best_form(forms, lengths)
-            self._packer = Packer(form, sample=lengths)
-        return self._packer.whole(lengths, columns=columns + 1)

@@ -42,7 +42,7 @@ from rlhf_jax.train.watch import sampled_tokens
 
 if TYPE_CHECKING:
     from rlhf_jax.algorithms.flow.teacher import TeacherPrompts
-    from rlhf_jax.train.packed_rollouts import EndPacker, RolloutPacker
+    from rlhf_jax.train.packed_rollouts import RolloutPacker
 
 Array = jax.Array
 Params = Any
@@ -86,21 +86,19 @@ class Programs:
         # each call.
         on, bind, jit = functools.partial(sharding.on, mesh), functools.partial, jax.jit
         self.pack: RolloutPacker | None = None
-        self.pack_ends: EndPacker | None = None
         if config.batch.packing is not None:
             # Imported here and below because few runs need them.
-            from rlhf_jax.train.packed_rollouts import EndPacker, RolloutPacker
+            from rlhf_jax.train.packed_rollouts import RolloutPacker
 
-            packed: dict[str, Any] = {
-                "recipe": recipe,
-                "rows": config.batch.batch_size,
-                "mesh": mesh,
-                "columns": None
+            self.pack = RolloutPacker(
+                config.batch.packing,
+                recipe=recipe,
+                rows=config.batch.batch_size,
+                mesh=mesh,
+                columns=None
                 if config.data.buckets is None
                 else max(config.data.buckets) + recipe.max_new_tokens,
-            }
-            self.pack = RolloutPacker(config.batch.packing, **packed)
-            self.pack_ends = EndPacker(config.batch.packing, **packed)
+            )
         # Donation writes the new state over the old one, so that parameters and moments
         # exist once. Frozen models are never donated.
         donated = bind(jit, donate_argnames=("state",))
@@ -184,16 +182,6 @@ class Programs:
                 count=min(config.watch.num_alternatives, recipe.model.num_tokens),
             )
         )
-
-        def text_stats(
-            policy: Params, texts: Mapping[str, Sequences], base: Frozen | None
-        ) -> Stats:
-            from rlhf_jax.algorithms import evaluation
-
-            params = adapted_params(policy, base=base, lora=recipe.lora)
-            return evaluation.text_stats(params, texts, model=recipe.model)
-
-        self._text_stats = jit(on(text_stats))
         self._drift = jit(
             bind(
                 drift.of_policy,
@@ -212,7 +200,17 @@ class Programs:
 
     def text_stats(self, policy: Params, texts: Mapping[str, Sequences]) -> Stats:
         """Applies `evaluation.text_stats` to the policy."""
-        return self._text_stats(policy, texts, self._models.base) if texts else {}
+        if not texts:
+            return {}
+        return self._text_stats(policy, texts, base=self._models.base)
+
+    @functools.cached_property
+    def _text_stats(self) -> Callable[..., Stats]:
+        from rlhf_jax.algorithms import evaluation  # few runs watch texts
+
+        shape: dict[str, Any] = {"model": self.recipe.model, "lora": self.recipe.lora}
+        on_mesh = sharding.on(self._mesh, evaluation.text_stats)
+        return jax.jit(functools.partial(on_mesh, **shape))
 
     def read(
         self,

@@ -27,12 +27,11 @@ from rlhf_jax.data.text import Written
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.extensions import entry_points
 from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.models.packing import SizedPacking
 from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.rewards.scores import Scores
-from rlhf_jax.roles.rewards.text import TextReward
 from rlhf_jax.runs import command_line
-from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.config.rewards import (
     Environment,
     Function,
@@ -43,14 +42,17 @@ from rlhf_jax.train.config.rewards import (
 from rlhf_jax.train.config.rewards import Verifier as VerifierChoice
 
 if TYPE_CHECKING:
+    from rlhf_jax.roles.rewards.text import TextReward
     from rlhf_jax.roles.rewards.verifiers import Verifier
-    from rlhf_jax.train.packed_rollouts import EndPacker
+    from rlhf_jax.train.config.config import PolicyGradientConfig
+    from rlhf_jax.train.evaluate.options import Config as Evaluation
     from rlhf_jax.verification.pool import VerifierPool
 
 Array = jax.Array
 Early = dict[str, Scores]  # scores from processes, by the name of the reward
 EPISODES = "(environment)"  # key of an environment's own scores; no reward's name
 Programmed = Callable[[Rollout], Array | Scores]
+Pack = Callable[[Rollout], SizedPacking | None]  # how reward models read a rollout
 
 
 class RewardPools:
@@ -58,7 +60,7 @@ class RewardPools:
 
     def __init__(
         self,
-        config: PolicyGradientConfig,
+        config: PolicyGradientConfig | Evaluation,
         *,
         mesh: Mesh,
         stack: contextlib.ExitStack,
@@ -70,6 +72,9 @@ class RewardPools:
         self.pools: dict[str, VerifierPool] = {}
         for source in config.sources:
             if isinstance(source.source, Function):
+                # Imported here and below because only some rewards need them.
+                from rlhf_jax.roles.rewards.text import TextReward
+
                 self.functions[source.name] = command_line.load_function(
                     source.source.function,
                     called=_option(config, source),
@@ -82,7 +87,6 @@ class RewardPools:
                     unsafe=config.rewards.unsafe_verifier,
                 )
                 self.verifiers[source.name] = verifier
-                # Imported here because only verifiers need processes.
                 from rlhf_jax.verification.pool import VerifierPool
 
                 self.pools[source.name] = stack.enter_context(
@@ -120,12 +124,10 @@ class RewardPools:
     @property
     def reads_prompts(self) -> bool:
         """Whether a user's function reads the prompts."""
-        own = [
-            source
+        return bool(self.functions) or any(
+            isinstance(source.source, VerifierChoice) and source.source.is_function
             for source in self.config.sources
-            if isinstance(source.source, VerifierChoice) and source.source.is_function
-        ]
-        return bool(self.functions or own)
+        )
 
 
 class RewardList:
@@ -136,7 +138,7 @@ class RewardList:
         pools: RewardPools,
         *,
         models: Sequence[RewardModel],
-        pack: EndPacker | None,
+        pack: Pack | None,
         policy: Pretrained,
         rows: list[Row],
         prompts: Sequence[Written],
@@ -163,6 +165,8 @@ class RewardList:
                         mine, pack=pack, source=source.source
                     )
                 case Function(spec):
+                    from rlhf_jax.roles.rewards.text import TextReward
+
                     reward = TextReward(
                         function=pools.functions[source.name],
                         decode=policy.decode,
@@ -279,7 +283,7 @@ def require_some(scores: Array | Scores | None, *, sources: Sequence[Reward]) ->
         )
 
 
-def _option(config: PolicyGradientConfig, reward: Reward) -> str:
+def _option(config: PolicyGradientConfig | Evaluation, reward: Reward) -> str:
     """Returns the option of a reward, for messages."""
     if config.rewards.rewards:
         return f"--rewards {reward.name}"
@@ -302,7 +306,7 @@ def text_reward(reward: TextReward, *, mesh: Mesh) -> Programmed:
 
 
 def model_reward(
-    scorers: Sequence[RewardModel], *, pack: EndPacker | None, source: Model
+    scorers: Sequence[RewardModel], *, pack: Pack | None, source: Model
 ) -> Programmed:
     """Runs reward models on their own devices, packed where that is less work."""
     # Arguments of the program: a closure would bake their parameters into it.

@@ -36,7 +36,7 @@ from rlhf_jax.sweeps.execution import Ended
 from rlhf_jax.sweeps.launchers import Launcher, Local, Submitit, Workers
 from rlhf_jax.sweeps.planned import Planned
 from rlhf_jax.train import main as commands
-from rlhf_jax.train.commands import RENAMED
+from rlhf_jax.train.commands import successors
 from rlhf_jax.train.config import capabilities
 
 
@@ -169,7 +169,7 @@ def _check_run(run: Planned, name: str) -> None:
             module.Config,
             description=None,
             presets=vars(module).get("PRESETS"),
-            renamed=RENAMED,
+            renamed=successors(module.Config),
             screen={},  # errors then refer to --help-all
             prog=f"rlhf-jax {name}",
             argv=run.options,

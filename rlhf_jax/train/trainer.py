@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from rlhf_jax.algorithms import self_check
 from rlhf_jax.algorithms.batch import Rollout
@@ -27,11 +28,10 @@ from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.devices import processes, program_cache, sharding
 from rlhf_jax.devices.placement import AUTO, WITH_POLICY
-from rlhf_jax.planning import chips, memory_check
+from rlhf_jax.planning import memory_check
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.rewards.scores import Scores
-from rlhf_jax.roles.rewards.text import TextReward
-from rlhf_jax.runs import alarms, command_line, folder, report, run
+from rlhf_jax.runs import alarms, folder, report, run
 from rlhf_jax.runs.object_storage import mirror
 from rlhf_jax.train import shapes
 from rlhf_jax.train.build import Meshes, Models, build
@@ -42,11 +42,12 @@ from rlhf_jax.train.programs import LearnInputs, Programs
 from rlhf_jax.train.reading import load_start, read_data, receipt_of
 from rlhf_jax.train.rewards import RewardList, RewardPools, require_some
 from rlhf_jax.train.sampler import Sampler, make_sampler
-from rlhf_jax.train.watch.watcher import Judge, Watcher
+from rlhf_jax.train.watch.watcher import Watcher
 
 if TYPE_CHECKING:
     from rlhf_jax.algorithms.flow.teacher import TeacherPrompts
     from rlhf_jax.train.rollouts.queue import RolloutQueue
+    from rlhf_jax.train.watch.judge import Judge
 
 Array = jax.Array
 
@@ -70,11 +71,11 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
     meshes, receipts = Meshes.of(config), Receipts()
     mesh = meshes.policy
     pools = RewardPools(config, mesh=mesh, stack=stack)
-    judging = None
+    judging = judge = None
     if config.watch.judge is not None:
-        judging = command_line.load_function(
-            config.watch.judge, called="--judge", takes=TextReward.TAKES
-        )
+        from rlhf_jax.train.watch import judge as judges  # few runs have one
+
+        judging = judges.load(config.watch, mesh=mesh)
     if config.reads_hidden_states and config.reference.checkpoint is not None:
         frozen_models.check_teacher(
             config.reference.checkpoint,
@@ -84,25 +85,9 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
     # The memory check needs only shapes and the tokenizer.
     start = pretrained.described(config.start.model, tokenizer=config.start.tokenizer)
     planned = shapes.of_run(config, meshes=meshes, start=start)
-    chip = chips.of_device(mesh.devices.flat[0])
     if config.placement.sampler == AUTO:
-        if chip is None or mesh.size == 1:  # there is nothing to choose from
-            config = config.sampled_at(WITH_POLICY)
-        else:
-            from rlhf_jax.train.rollouts import fastest
-
-            config, layout = fastest.placed(
-                config,
-                planned,
-                mesh=mesh,
-                chip=chip,
-                prompt=0,  # no prompt is read yet; `fastest.ROOM` allows for them
-                per_node=chips.per_node(chip),
-                memory=memory_check.limit(jax.local_devices()[0]),
-            )
-            if layout is not None:
-                print(layout)
-                meshes = Meshes.of(config)
+        config = _placed(config, planned, mesh=mesh)
+        meshes = Meshes.of(config)
     if config.check_memory:
         shapes.check(config, planned, meshes=meshes)
     # Errors in the user's files are found before a weight is read.
@@ -130,22 +115,12 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
         RewardList,
         pools,
         models=models.reward_models,
-        pack=programs.pack_ends,
+        pack=None if programs.pack is None else programs.pack.ends,
         policy=start,
     )
-    judge = None
     if judging is not None:
-        judge = Judge(
-            TextReward(
-                function=judging,
-                decode=start.decode,
-                rows=read.data.rows,
-                called=f"--judge {config.watch.judge}",
-                prompts=read.data.written_prompts,
-            ),
-            mesh=mesh,
-            may_fail=config.watch.judge_failure == "warn",
-        )
+        data = read.data
+        judge = judging(data.rows, decode=start.decode, prompts=data.written_prompts)
     episodes = functools.partial(
         read.responder.episodes, recipe=models.recipe, base=models.base
     )
@@ -263,7 +238,7 @@ def _reprompt(
         options=config.data,
         start=start,
         success_score=config.success_score,
-        group_size=config.rows_per_prompt,
+        group_size=config.method.rows_per_prompt,
         max_new_tokens=config.batch.max_new_tokens,
     )
 
@@ -280,6 +255,33 @@ def _chosen(config: PolicyGradientConfig) -> PolicyGradientConfig:
     prompt = min(room, max(config.data.buckets or (new,)))
     config, lines = auto.chosen(config, start, auto.Devices.here(), prompt=prompt)
     print(*lines, sep="\n")
+    return config
+
+
+def _placed(
+    config: PolicyGradientConfig, models: Models, *, mesh: Mesh
+) -> PolicyGradientConfig:
+    """Returns the config with the place of its sampler, and prints the choice."""
+    if mesh.size == 1:  # there is nothing to choose from
+        return config.sampled_at(WITH_POLICY)
+    from rlhf_jax.planning import chips
+
+    chip = chips.of_device(mesh.devices.flat[0])
+    if chip is None:
+        return config.sampled_at(WITH_POLICY)
+    from rlhf_jax.train.rollouts import fastest
+
+    config, layout = fastest.placed(
+        config,
+        models,
+        mesh=mesh,
+        chip=chip,
+        prompt=0,  # no prompt is read yet; `fastest.ROOM` allows for them
+        per_node=chips.per_node(chip),
+        memory=memory_check.limit(jax.local_devices()[0]),
+    )
+    if layout is not None:
+        print(layout)
     return config
 
 

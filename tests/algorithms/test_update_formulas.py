@@ -31,13 +31,8 @@ from rlhf_jax.algorithms import batch
 from rlhf_jax.algorithms.distill import Distill
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.algorithms.policy_gradient import corrections
-from rlhf_jax.algorithms.policy_gradient.recipe import (
-    CISPO,
-    DAR,
-    SAPO,
-    Centred,
-    Clip,
-)
+from rlhf_jax.algorithms.policy_gradient.options import DAR, Centred
+from rlhf_jax.algorithms.policy_gradient.recipe import CISPO, SAPO, Clip
 from rlhf_jax.functional.kl.penalty import UNBIASED_K3, Penalty
 from rlhf_jax.models.generation.sampling import TopK
 from rlhf_jax.roles import policy

@@ -14,8 +14,7 @@ from studies.policies.regularisers import Regulariser
 from studies.policies.sums import training
 from studies.regularisers import figures, held
 
-from rlhf_jax.algorithms.policy_gradient.gradient_penalty import GradientPenalty
-from rlhf_jax.algorithms.policy_gradient.trust_regions import DPPO
+from rlhf_jax.algorithms.policy_gradient.options import DPPO, GradientPenalty
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.roles.reference import frozen

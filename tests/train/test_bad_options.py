@@ -85,7 +85,7 @@ LEARNING = [
 ]
 PACKED = [
     ("--packing=on", "--packing: expected one of auto, None, got 'on'"),
-    ("--packing-width=99", "--packing-width: .* write --packing auto,width=N"),
+    ("--packing-width=99", "--packing-width: .* write --packing auto,width=VALUE"),
     (
         "--packing=auto,width=1",
         "width of --packing: expected a number of at least ., got 1; the longest p",

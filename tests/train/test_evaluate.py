@@ -467,7 +467,7 @@ def refused(capsys, files, out, *argv, reference=None):
         (
             "--answer-field=right",
             "--answer-field: expected an option of this command, got the name of "
-            "another; write --verifier NAME,answer_field=FIELD",
+            "another; write --verifier NAME,answer_field=VALUE",
         ),
         (
             "--verifier=exact,unmarked=last_number",

@@ -31,7 +31,8 @@ from rlhf_jax.algorithms.policy_gradient.corrections import (
     SamplerCorrection,
     Truncate,
 )
-from rlhf_jax.algorithms.policy_gradient.recipe import CLIP, Centred, Surrogate
+from rlhf_jax.algorithms.policy_gradient.options import Centred
+from rlhf_jax.algorithms.policy_gradient.recipe import CLIP, Surrogate
 from rlhf_jax.functional.kl.penalty import IN_REWARD, UNBIASED_K3, Penalty
 
 Array = jax.Array

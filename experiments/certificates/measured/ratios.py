@@ -31,11 +31,8 @@ from certificates.penalty_claims import TOLERANCE
 from certificates.ratio_claims import CLAIMS, ENDED, WEIGHTS, Batch, Claim, two_rewards
 from rlhf_jax import grpo
 from rlhf_jax.algorithms.batch import Scored
-from rlhf_jax.algorithms.policy_gradient.gradient_penalty import (
-    GradientPenalty,
-    penalised,
-)
-from rlhf_jax.algorithms.policy_gradient.trust_regions import DAR
+from rlhf_jax.algorithms.policy_gradient.gradient_penalty import penalised
+from rlhf_jax.algorithms.policy_gradient.options import DAR, GradientPenalty
 from rlhf_jax.functional.kl.penalty import Penalty
 
 Array = jax.Array

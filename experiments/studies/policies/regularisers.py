@@ -8,9 +8,8 @@ from typing import Any
 
 import jax
 
-from rlhf_jax.algorithms.policy_gradient.gradient_penalty import GradientPenalty
+from rlhf_jax.algorithms.policy_gradient.options import GradientPenalty, TokenChoice
 from rlhf_jax.algorithms.policy_gradient.recipe import CLIP, Surrogate
-from rlhf_jax.algorithms.policy_gradient.token_choice import TokenChoice
 from rlhf_jax.functional import checks
 from rlhf_jax.roles.reference import lifecycle
 from rlhf_jax.roles.reference.frozen import Frozen

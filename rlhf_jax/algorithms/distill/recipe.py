@@ -117,6 +117,11 @@ class DistillRecipe(ReinforceRecipe):
             )
 
     @property
+    def rows_per_prompt(self) -> int:
+        """Samples of each prompt, in neighbouring rows."""
+        return self.group_size
+
+    @property
     def has_ratio(self) -> bool:
         """Whether the loss has a probability ratio that a stale sampler biases: no."""
         return False
@@ -167,11 +172,6 @@ class Distill(DistillRecipe, PolicyGradient):
         super().__post_init__()
         self.check_read(rewarded=self.rewarded)
         self.check_top_k(top_k=self.top_k)
-
-    @property
-    def rows_per_prompt(self) -> int:
-        """Samples of each prompt, in neighbouring rows."""
-        return self.group_size
 
     @property
     def leaves_out(self) -> bool:

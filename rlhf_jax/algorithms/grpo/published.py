@@ -9,8 +9,7 @@ import dataclasses
 
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.algorithms.grpo.recipe import GroupRecipe
-from rlhf_jax.algorithms.policy_gradient import recipe, token_choice
-from rlhf_jax.algorithms.policy_gradient.entropy_control import EntropyTarget
+from rlhf_jax.algorithms.policy_gradient import options, recipe
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
 
 PUBLISHED = GroupRecipe(
@@ -97,7 +96,7 @@ DAPO = GroupRecipe(
 groups of equal rewards left out (`rlhf-jax grpo` draws them again), unfinished
 responses left out of the loss, a soft overlong penalty, and no KL."""
 
-TOP_ENTROPY = dataclasses.replace(DAPO, token_choice=token_choice.TopEntropy(0.2))
+TOP_ENTROPY = dataclasses.replace(DAPO, token_choice=options.TopEntropy(0.2))
 """Wang et al. 2025, arXiv:2506.01939: DAPO, trained on the fifth of the tokens with the
 largest entropies."""
 
@@ -106,7 +105,7 @@ CLIP_COV = GroupRecipe(
     group_size=8,
     normalise="group",
     surrogate=recipe.Clip(clip_range=1.0),
-    token_choice=token_choice.ClipCov(),
+    token_choice=options.ClipCov(),
     num_minibatches=8,
 )
 """Cui et al. 2025, arXiv:2505.22617, the numbers of the authors' scripts: ratios up
@@ -117,7 +116,7 @@ KL_COV = GroupRecipe(
     group_size=8,
     normalise="group",
     surrogate=recipe.Clip(clip_range=1.0, clip_range_high=1e6),
-    token_choice=token_choice.KLCov(),
+    token_choice=options.KLCov(),
     num_minibatches=8,
 )
 """Cui et al. 2025, as above, with the share for a model of 7B (2e-4 for 32B): no clip,
@@ -139,7 +138,7 @@ SKYWORK_OR1 = GroupRecipe(
     group_size=16,
     normalise="group",
     equal_groups="leave_out",
-    entropy_control=EntropyTarget(0.2),
+    entropy_control=options.EntropyTarget(0.2),
 )
 """He et al. 2025, arXiv:2505.22312: GRPO with the mean over tokens, groups of equal
 rewards left out, an entropy bonus where the entropy is at most 0.2 nats per token, and
@@ -192,7 +191,7 @@ GMPO = GroupRecipe(
     group_size=8,
     normalise="group",
     aggregation="sequence_mean",
-    surrogate=recipe.GMPO(),
+    surrogate=options.GMPO(),
     num_minibatches=8,
 )
 """Zhao et al. 2025, arXiv:2507.20673: the geometric mean of clipped ratios, and no KL.
@@ -203,7 +202,7 @@ DPPO = GroupRecipe(
     group_size=16,
     normalise=None,
     aggregation="constant",
-    surrogate=recipe.DPPO(),
+    surrogate=options.DPPO(),
     num_minibatches=8,
 )
 """Qi et al. 2026, arXiv:2602.04879: masks tokens with a total variation above 0.15, as
@@ -213,7 +212,7 @@ VESPO = GroupRecipe(
     temperature=1.0,
     group_size=16,
     normalise=None,
-    surrogate=recipe.VESPO(),
+    surrogate=options.VESPO(),
     num_minibatches=8,
 )
 """Shen et al. 2026, arXiv:2602.10693, sections 3.5 and 4.1: a soft weight by the ratio
@@ -225,7 +224,7 @@ TOPR = GroupRecipe(
     group_size=16,
     normalise=None,
     aggregation="constant",
-    surrogate=recipe.TOPR(),
+    surrogate=options.TOPR(),
 )
 """Le Roux et al. 2025, arXiv:2503.14286: worse responses are weighted by their ratio up
 to 1, and no KL. The paper's rewards are 1 and -1; the baseline here is the group's
@@ -254,7 +253,7 @@ GRADIENT_PENALTY = GroupRecipe(
     group_size=8,
     normalise=None,
     aggregation="sequence_mean",
-    gradient_penalty=recipe.GradientPenalty(strength=0.01),
+    gradient_penalty=options.GradientPenalty(strength=0.01),
 )
 """Ackermann et al. 2026, arXiv:2602.18037, as in the authors' script for RLHF: gradient
 regularisation of strength 0.01, and no KL."""
@@ -267,7 +266,7 @@ DAR = GroupRecipe(
     normalise="rollout",
     aggregation="constant",
     loss_scale_factor=1.0,
-    surrogate=recipe.DAR(),
+    surrogate=options.DAR(),
 )
 """He et al. 2026, arXiv:2602.11523: regression onto a mixture of the reference and the
 policy that sampled, tilted by advantages that are normalised over the batch (here over
@@ -276,7 +275,7 @@ its tokens). Groups are ours."""
 CENTRED = GroupRecipe(
     temperature=1.0,
     group_size=8,
-    surrogate=recipe.Centred(top_k=128),
+    surrogate=options.Centred(top_k=128),
 )
 """Marek and Ryabinin 2026, arXiv:2609.20807: score centring alone, advantages without a
 deviation. Groups are ours; the 128 tokens are vime's."""

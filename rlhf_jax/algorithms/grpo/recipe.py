@@ -83,6 +83,11 @@ class GroupRecipe(PolicyRecipe):
         checks.groups(self.group_size, group_size=self.group_size, least=2)
         refuse(self._faults())
 
+    @property
+    def rows_per_prompt(self) -> int:
+        """Samples of each prompt, in neighbouring rows."""
+        return self.group_size
+
     def _faults(self) -> Iterator[str]:
         if self.kl_to_go and not self.penalty.in_reward:
             yield (
@@ -168,8 +173,3 @@ class GRPO(GroupRecipe, PolicyGradient):
         """Whether some responses of a rollout are not trained on."""
         left_out = self.overlong_mask is not None or self.equal_groups == "leave_out"
         return left_out or self.baseline == "greedy" or super().leaves_out
-
-    @property
-    def rows_per_prompt(self) -> int:
-        """Samples of each prompt, in neighbouring rows."""
-        return self.group_size

@@ -69,6 +69,16 @@ class NashMDRecipe(PolicyRecipe):
                 "trains on one response to a prompt; choose sequence_mean, its equal"
             )
 
+    @property
+    def rows_per_prompt(self) -> int:
+        """2: a response of the policy and one of the mixture."""
+        return 2
+
+    @property
+    def trained_share(self) -> float:
+        """1/2: the policy's responses, without those of the mixture."""
+        return 0.5
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NashMD(NashMDRecipe, PolicyGradient):
@@ -192,8 +202,3 @@ class NashMD(NashMDRecipe, PolicyGradient):
     def reported(self, rows: Tree) -> Tree:
         """The rows of the policy's responses, without those of the mixture."""
         return jax.tree.map(lambda x: x[0::2] if jnp.ndim(x) else x, rows)
-
-    @property
-    def rows_per_prompt(self) -> int:
-        """2: a response of the policy and one of the mixture."""
-        return 2

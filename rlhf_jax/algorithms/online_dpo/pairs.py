@@ -186,8 +186,3 @@ class OnlineDPO(OnlineDPORecipe, PolicyGradient):
             return value, stats
 
         return minibatch, loss
-
-    @property
-    def rows_per_prompt(self) -> int:
-        """Samples of each prompt, in neighbouring rows."""
-        return self.group_size

@@ -77,6 +77,16 @@ class OnlineDPORecipe(PolicyRecipe):
             )
 
     @property
+    def rows_per_prompt(self) -> int:
+        """Samples of each prompt, in neighbouring rows."""
+        return self.group_size
+
+    @property
+    def trained_share(self) -> float:
+        """Share of the responses that are part of a pair."""
+        return 2 / self.responses_per_pair
+
+    @property
     def responses_per_pair(self) -> int:
         """Number of responses sampled for each pair."""
         return self.group_size if self.pairing == "best_worst" else 2

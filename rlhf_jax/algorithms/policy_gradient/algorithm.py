@@ -264,11 +264,6 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         return output.loss, output.stats
 
     @property
-    def rows_per_prompt(self) -> int:
-        """Number of neighbouring rows with the same prompt, which is then run once."""
-        return 1
-
-    @property
     def critic(self) -> CriticRecipe | None:
         """The critic; None for an algorithm that has none."""
         return None

@@ -12,26 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.algorithms.batch import PolicyExperience, Rollout
+from rlhf_jax.algorithms.policy_gradient.options import EntropyTarget
 from rlhf_jax.algorithms.state import TrainState
-from rlhf_jax.functional import checks, masked
+from rlhf_jax.functional import masked
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.entropy_control import controlled
 
 Array = jax.Array
-
-
-@dataclasses.dataclass(frozen=True)
-class EntropyTarget:
-    """The coefficient grows while the entropy is at most the target, else shrinks."""
-
-    target: float = 0.2
-    """Entropy at or below which there is a bonus, nats per token."""
-    increment: float = 0.005
-    """Change of the coefficient in each iteration, reward units per nat."""
-    largest: float = 1.0
-    """Upper bound of the coefficient, reward units per nat."""
-
-    def __post_init__(self) -> None:
-        checks.positive(**vars(self))
 
 
 def control(
@@ -58,8 +45,6 @@ def control(
             "expected a state with an entropy_coef for entropy_control, got none; make "
             "it by state.grpo_state(..., entropy_coef=0.0)"
         )
-    from rlhf_jax.functional.entropy_control import controlled
-
     mask = rollout.response_mask
     mean = masked.masked_mean(rollout.entropy, mask=mask)
     applied, coef = controlled(

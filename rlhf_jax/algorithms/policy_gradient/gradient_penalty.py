@@ -7,7 +7,6 @@ Both gradients are of the same minibatch: a step costs two forward and backward 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,25 +14,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from rlhf_jax.functional import checks
+from rlhf_jax.algorithms.policy_gradient.options import GradientPenalty
 
 Params = Any
-
-
-@dataclasses.dataclass(frozen=True)
-class GradientPenalty:
-    """Adds γ/2·‖∇L‖² to the loss L of a minibatch, by a finite difference."""
-
-    strength: float
-    """γ: weight of half the squared norm of the gradient."""
-    step: float = 1e-3
-    """ε: step of the finite difference along the gradient; take a larger one where a
-    forward pass in bfloat16 would round it away."""
-    max_norm: float | None = 10.0
-    """Largest norm of each of the two gradients; None clips neither."""
-
-    def __post_init__(self) -> None:
-        checks.positive(strength=self.strength, step=self.step, max_norm=self.max_norm)
 
 
 def penalised(

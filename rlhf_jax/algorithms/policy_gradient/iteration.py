@@ -20,9 +20,7 @@ from rlhf_jax.algorithms import batch, flow
 from rlhf_jax.algorithms.policy_gradient import (
     algorithm,
     corrections,
-    entropy_control,
     routing_replay,
-    token_choice,
 )
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.update import shuffle_key, update
@@ -315,10 +313,14 @@ def make_experience(
     choice_stats, control_stats, weight_stats = {}, {}, {}
     # Before importance weights: Clip-Cov reads unweighted advantages.
     if recipe.token_choice is not None:
+        from rlhf_jax.algorithms.policy_gradient import token_choice  # few runs
+
         experience, choice_stats = token_choice.choose(
             experience, rollout=rollout, step=state.step, choice=recipe.token_choice
         )
     if recipe.entropy_control is not None:
+        from rlhf_jax.algorithms.policy_gradient import entropy_control  # few runs
+
         state, experience, control_stats = entropy_control.control(
             state,
             experience,

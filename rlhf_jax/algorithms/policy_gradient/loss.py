@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from rlhf_jax.algorithms.batch import PolicyExperience
 from rlhf_jax.algorithms.flow import ledger
-from rlhf_jax.algorithms.policy_gradient.token_choice import KLCov
+from rlhf_jax.algorithms.policy_gradient.options import KLCov
 from rlhf_jax.functional import losses, masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl import penalty
@@ -72,7 +72,7 @@ def policy_terms(
 
     policy_loss is the loss of `recipe.surrogate`. β·kl_loss is a term with a penalty in
     the loss (`recipe.penalty`), the entropy with `recipe.entropy_coef` or
-    `entropy_control`. `token_choice.KLCov` adds coef·`kl_cov_loss`, and
+    `entropy_control`. `options.KLCov` adds coef·`kl_cov_loss`, and
     `recipe.balance_coef` a balance loss. With further references in the experience,
     kl_loss is kl_loss(π, π_ref) + Σ_i w_i·kl_loss(π, π_i).
 

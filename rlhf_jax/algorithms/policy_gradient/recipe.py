@@ -15,19 +15,19 @@ from rlhf_jax.algorithms.policy_gradient.corrections import (
     SamplerCorrection,
     Weighted,
 )
-from rlhf_jax.algorithms.policy_gradient.entropy_control import EntropyTarget
-from rlhf_jax.algorithms.policy_gradient.gradient_penalty import GradientPenalty
 from rlhf_jax.algorithms.policy_gradient.loss import Loss
-from rlhf_jax.algorithms.policy_gradient.routing_replay import RoutingReplay
-from rlhf_jax.algorithms.policy_gradient.token_choice import TokenChoice
-from rlhf_jax.algorithms.policy_gradient.trust_regions import (
+from rlhf_jax.algorithms.policy_gradient.options import (
     DAR,
     DPPO,
     GMPO,
     TOPR,
     VESPO,
     Centred,
+    EntropyTarget,
+    GradientPenalty,
+    TokenChoice,
 )
+from rlhf_jax.algorithms.policy_gradient.routing_replay import RoutingReplay
 from rlhf_jax.functional import aggregation, checks, losses
 from rlhf_jax.functional.errors import expect_none
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
@@ -302,6 +302,16 @@ class PolicyRecipe:
                     f"{divisor}; change either, or leave {name} out"
                 )
         return size
+
+    @property
+    def rows_per_prompt(self) -> int:
+        """Number of neighbouring rows with the same prompt, which is then run once."""
+        return 1
+
+    @property
+    def trained_share(self) -> float:
+        """Share of an iteration's responses that the update is trained on."""
+        return 1.0
 
     @property
     def reads_reference(self) -> bool:

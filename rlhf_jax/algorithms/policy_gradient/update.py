@@ -19,13 +19,11 @@ import optax
 from rlhf_jax.algorithms.batch import PolicyExperience, RolloutPacking, Sequences
 from rlhf_jax.algorithms.flow import ledger
 from rlhf_jax.algorithms.policy_gradient.algorithm import MinibatchLoss, PolicyGradient
-from rlhf_jax.algorithms.policy_gradient.gradient_penalty import penalised
 from rlhf_jax.algorithms.state import (
     Optimizer,
     PackedParts,
     TrainState,
     accumulate,
-    accumulate_packed,
     apply_gradients,
     count_skips,
     packed_parts,
@@ -206,15 +204,18 @@ def _step(
     minibatch, loss = loss_of(minibatch)
 
     def gradients(policy: Params) -> tuple[tuple[Params, Params], masked.Stats]:
-        trained = policy, state.critic
-        if parts is not None:
-            return accumulate_packed(loss, trained, minibatch, parts=parts)
         return accumulate(
-            loss, trained, minibatch, micro_batch_size=recipe.micro_batch_size
+            loss,
+            (policy, state.critic),
+            minibatch,
+            micro_batch_size=recipe.micro_batch_size,
+            parts=parts,
         )
 
     (policy_grads, critic_grads), stats = gradients(state.policy)
     if recipe.gradient_penalty is not None:
+        from rlhf_jax.algorithms.policy_gradient.gradient_penalty import penalised
+
         policy_grads = penalised(
             lambda policy: gradients(policy)[0][0],
             state.policy,

@@ -32,11 +32,9 @@ from rlhf_jax.algorithms.ppo.recipe import PPO
 from rlhf_jax.algorithms.state import (
     PackedParts,
     SupervisedState,
-    accumulate_packed,
     packed_parts,
 )
 from rlhf_jax.functional import masked
-from rlhf_jax.models.packing import Packing
 from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels, adapted_params
 
 Array = jax.Array
@@ -104,23 +102,13 @@ def update(
             recipe=recipe,
             frozen=frozen,
         )
-
-        def of_part(
-            params: Params, part: Experience, packing: Packing | None = None
-        ) -> tuple[Array, masked.Stats]:
-            return loss(params, experience=part, packing=packing)
-
-        if parts is None:
-            grads, stats = state.accumulate(
-                of_part,
-                critic.params,
-                minibatch,
-                micro_batch_size=recipe.micro_batch_size,
-            )
-        else:
-            grads, stats = accumulate_packed(
-                of_part, critic.params, minibatch, parts=parts
-            )
+        grads, stats = state.accumulate(
+            loss,
+            critic.params,
+            minibatch,
+            micro_batch_size=recipe.micro_batch_size,
+            parts=parts,
+        )
         return state.supervised_step(
             critic, grads, stats, optimizer=recipe.critic_optimizer
         )

@@ -221,8 +221,8 @@ def ppo_loss(
 
 def critic_loss(
     critic: Params,
-    *,
     experience: Experience,
+    *,
     num_values: Array,
     num_valued: Array,
     recipe: PPO,

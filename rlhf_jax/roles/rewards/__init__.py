@@ -56,16 +56,13 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"rlhf_jax.roles.rewards has no name {name!r}")
-    from rlhf_jax.roles.rewards import scores, text
-
-    for module in (scores, text):
-        if hasattr(module, name):
-            return getattr(module, name)
-    # Imported only by runs with several reward models, or with one.
-    if name in ("combine", "ensemble"):
-        from rlhf_jax.roles.rewards import ensembles
-
-        return getattr(ensembles, name)
-    from rlhf_jax.roles.rewards import model
-
-    return getattr(model, name)
+    # A run loads the kinds of rewards that it has.
+    if name in ("from_base", "from_model", "init", "sequence_scores"):
+        from rlhf_jax.roles.rewards import model as module
+    elif name in ("Responses", "TextFunction", "TextReward", "Texts"):
+        from rlhf_jax.roles.rewards import text as module
+    elif name in ("combine", "ensemble"):
+        from rlhf_jax.roles.rewards import ensembles as module
+    else:
+        from rlhf_jax.roles.rewards import scores as module
+    return getattr(module, name)

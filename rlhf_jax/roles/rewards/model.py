@@ -17,7 +17,7 @@ from rlhf_jax.models.packing import Packing, SizedPacking, at_size, texts_of
 from rlhf_jax.roles.critic import values_of_hidden
 from rlhf_jax.roles.reference import frozen, storage
 from rlhf_jax.roles.reference.frozen import Frozen, adapted_params
-from rlhf_jax.roles.rewards.text import Responses
+from rlhf_jax.roles.rewards.transcripts import Responses
 
 Array = jax.Array
 Params = Any

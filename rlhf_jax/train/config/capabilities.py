@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from rlhf_jax.algorithms.policy_gradient.corrections import Recompute
-from rlhf_jax.algorithms.policy_gradient.token_choice import TopEntropy
+from rlhf_jax.algorithms.policy_gradient.options import TopEntropy
 from rlhf_jax.checkpoints.frozen_models import COPY
 from rlhf_jax.devices.placement import WITH_POLICY
 from rlhf_jax.functional.checks import InputError
@@ -179,7 +179,7 @@ CHOICES: Mapping[str, Callable[[Config], Mapping[str, bool]]] = {
     "redraws": lambda c: {"--max-redraws": c.sampler.max_redraws > 0},
     "no known groups": lambda c: {
         f"rlhf-jax {c.name}, whose prompts have one response": (
-            c.rows_per_prompt == 1 or c.name == "nash-md"
+            c.method.rows_per_prompt == 1 or c.name == "nash-md"
         ),
         f"rlhf-jax {c.name}, whose groups of equal rewards teach something": (
             c.name == "distill"

@@ -116,6 +116,7 @@ class PolicyGradientConfig(RunConfig):
             self.kl_coef, num_steps=self.num_steps
         )  # or raises
         capabilities.check(self)
+        checks.groups(self.batch.batch_size, group_size=self.method.rows_per_prompt)
 
     def _check_needs(self) -> None:
         """Raises InputError for an option without another option that it needs."""
@@ -171,16 +172,6 @@ class PolicyGradientConfig(RunConfig):
     def optimizers(self) -> dict[str, optax.GradientTransformation]:
         """The optimizers of the trained models, as arguments of `algorithm`."""
         return {"policy_optimizer": self.optimizer.make(self.num_steps * self.updates)}
-
-    @property
-    def rows_per_prompt(self) -> int:
-        """Number of responses to each prompt of a batch."""
-        return 1
-
-    @property
-    def trained_share(self) -> float:
-        """Share of an iteration's responses that the update is trained on."""
-        return 1.0
 
     @property
     def recipe(self) -> PolicyRecipe:

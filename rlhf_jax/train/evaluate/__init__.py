@@ -24,7 +24,7 @@ OUT/samples.jsonl has every response with its figures.
 from collections.abc import Sequence
 
 from rlhf_jax.runs import command_line
-from rlhf_jax.train.commands import RENAMED
+from rlhf_jax.train.commands import successors
 from rlhf_jax.train.evaluate.options import SCREEN, Config
 from rlhf_jax.train.evaluate.trainer import main
 
@@ -38,7 +38,7 @@ def command(argv: Sequence[str] | None = None) -> None:
         Config,
         description=__doc__,
         screen=SCREEN,
-        renamed=RENAMED,
+        renamed=successors(Config),
         prog="rlhf-jax evaluate",
         argv=argv,
     )

@@ -14,7 +14,7 @@ from rlhf_jax.train.config import capabilities
 from rlhf_jax.train.config.config import FLAT
 from rlhf_jax.train.config.models import Compute
 from rlhf_jax.train.config.prompts import AskedPrompts
-from rlhf_jax.train.config.rewards import Verifier, Workers
+from rlhf_jax.train.config.rewards import Reward, Rewards, Verifier, Workers
 from rlhf_jax.train.config.sampler import Episodes
 
 NUM_TEXTS = 256
@@ -126,6 +126,16 @@ class Config(RunConfig):
         capabilities.need(num_texts, "--texts", has=self.texts is not None)
         judge = {f"--judge {self.judge}": self.judge is not None}
         capabilities.need(judge, "--reference", has=self.reference is not None)
+
+    @property
+    def rewards(self) -> Rewards:
+        """The reward or verifier, as a trainer has it."""
+        return Rewards(**vars(self.workers), reward=self.reward, verifier=self.verifier)
+
+    @property
+    def sources(self) -> tuple[Reward, ...]:
+        """The reward or verifier, if there is one."""
+        return self.rewards.sources(environment=False)
 
     def _check_scores(self) -> None:
         """Raises InputError for scorers that cannot be combined."""

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from rlhf_jax.algorithms import evaluation
 from rlhf_jax.algorithms.batch import Prompts, Rollout, Sequences
-from rlhf_jax.algorithms.evaluation import Divergence
+from rlhf_jax.algorithms.evaluation import ResponseKL
 from rlhf_jax.algorithms.flow.rollout import rollout
 from rlhf_jax.checkpoints.frozen_models import RewardModel
 from rlhf_jax.checkpoints.pretrained import Pretrained
@@ -73,7 +73,7 @@ class Programs:
 
         def divergence(
             policy: Frozen, reference: Frozen, responses: Rollout
-        ) -> Divergence:
+        ) -> ResponseKL:
             return evaluation.divergence(
                 frozen.read(policy),
                 frozen.read(reference),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,12 +13,10 @@ from rlhf_jax.checkpoints.frozen_models import RewardModel
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.devices import processes
 from rlhf_jax.roles.rewards.text import TextReward
-from rlhf_jax.roles.rewards.verifiers import Verifier
-from rlhf_jax.runs import command_line
 from rlhf_jax.train.evaluate.options import Config
 from rlhf_jax.train.evaluate.programs import Programs
+from rlhf_jax.train.rewards import RewardPools
 from rlhf_jax.train.rows import ReadRows
-from rlhf_jax.verification.pool import VerifierPool
 
 HostArray = np.ndarray[Any, Any]
 
@@ -36,47 +33,45 @@ class Scored(NamedTuple):
 Score = Callable[[Rollout, int], Scored]
 
 
-@contextlib.contextmanager
-def opened(
+def scorer(
     options: Config,
     *,
     programs: Programs,
     start: Pretrained,
     read: ReadRows,
-    verifier: Verifier | None,
+    pools: RewardPools,
     reward_model: RewardModel | None,
-) -> Iterator[Score | None]:
-    """Opens the scorer of the options; None without one."""
+) -> Score | None:
+    """Returns the scorer of the options; None without one."""
     if reward_model is not None:
-        yield lambda rollout, count: _all(
+        return lambda rollout, count: _all(
             processes.whole(programs.score(reward_model, rollout))[:count]
         )
-    elif verifier is not None:
-        with VerifierPool(verifier, **options.workers.of_pool) as pool:
-            verified = pool.reward(
-                decode=start.decode, rows=read.rows, prompts=read.written_prompts
-            )
-
-            def verify(rollout: Rollout) -> Scored:
-                scores = verified(rollout)
-                failed = np.asarray(scores.parts["failed"], bool)
-                counts = {name: np.asarray(scores.parts[name]) for name in pool.counts}
-                return Scored(np.asarray(scores.total), failed, counts)
-
-            yield lambda rollout, count: _by_first(verify, first(rollout, count))
-    elif options.reward is not None:
-        reward = TextReward(
-            function=command_line.load_function(options.reward),
-            decode=start.decode,
-            rows=read.rows,
-            called=f"--reward {options.reward}",
-            prompts=read.written_prompts,
+    if options.verifier is not None:
+        pool = pools.pools["verifier"]
+        verified = pool.reward(
+            decode=start.decode, rows=read.rows, prompts=read.written_prompts
         )
-        yield lambda rollout, count: _by_first(
-            lambda rollout: _all(reward(rollout)), first(rollout, count)
-        )
-    else:
-        yield None
+
+        def verify(rollout: Rollout) -> Scored:
+            scores = verified(rollout)
+            failed = np.asarray(scores.parts["failed"], bool)
+            counts = {name: np.asarray(scores.parts[name]) for name in pool.counts}
+            return Scored(np.asarray(scores.total), failed, counts)
+
+        return lambda rollout, count: _by_first(verify, first(rollout, count))
+    if options.reward is None:
+        return None
+    reward = TextReward(
+        function=pools.functions["reward"],
+        decode=start.decode,
+        rows=read.rows,
+        called=f"--reward {options.reward}",
+        prompts=read.written_prompts,
+    )
+    return lambda rollout, count: _by_first(
+        lambda rollout: _all(reward(rollout)), first(rollout, count)
+    )
 
 
 def _by_first(score: Callable[[Rollout], Scored], rollout: Rollout) -> Scored:

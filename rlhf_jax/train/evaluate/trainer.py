@@ -24,8 +24,6 @@ from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards import verifiers
-from rlhf_jax.roles.rewards.text import TextReward
-from rlhf_jax.roles.rewards.verifiers import Verifier
 from rlhf_jax.runs import command_line, folder, lock, metrics, report, run
 from rlhf_jax.runs.object_storage import mirror
 from rlhf_jax.runs.proof import run_files
@@ -35,7 +33,7 @@ from rlhf_jax.train.evaluate.options import Config
 from rlhf_jax.train.evaluate.programs import Programs
 from rlhf_jax.train.evaluate.responses import Evaluation, Model
 from rlhf_jax.train.reading import load_start, receipt_of
-from rlhf_jax.train.rewards import make_verifier
+from rlhf_jax.train.rewards import RewardPools
 from rlhf_jax.train.rows import ReadRows, read_prompts
 
 STAGE = "evaluate"
@@ -50,15 +48,20 @@ def main(options: Config) -> None:
 def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
     """Evaluates, from the options to the results."""
     started, compiled = time.perf_counter(), program_cache.compiled_so_far()
-    verifier, judge = load_functions(options)
+    mesh, played = options.placement.policy_mesh(), None
+    pools = RewardPools(options, mesh=mesh, stack=stack)
+    judge: PairFunction | None = None
+    if options.judge is not None:
+        judge = command_line.load_function(
+            options.judge, called="--judge", takes=comparison.TAKES
+        )
     reader = pretrained.described(
         options.start.model, tokenizer=options.start.tokenizer
     )
-    mesh, played = options.placement.policy_mesh(), None
     receipts = Receipts()
     data = receipts.source("--prompts", options.data.prompts)
     if options.environment is None:
-        read = read_asked(options, reader=reader, verifier=verifier, receipt=data)
+        read = read_asked(options, reader=reader, pools=pools, receipt=data)
     else:
         played = begin_episodes(
             options, reader=reader, mesh=mesh, stack=stack, receipt=data
@@ -106,72 +109,71 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
         reward_model = frozen_models.load_reward_model(options.reward_model, **on_mesh)
     programs = Programs(options, start=start, mesh=mesh)
     key = sharding.place(jax.random.key(options.seed), mesh=mesh)
-    answers = answering(verifier)
-    with scoring.opened(
+    answers = answering(pools.verifiers.get("verifier"))
+    score = scoring.scorer(
         options,
         programs=programs,
         start=start,
         read=read,
-        verifier=verifier,
+        pools=pools,
         reward_model=reward_model,
-    ) as score:
-        evaluation = Evaluation(
-            options=options,
-            programs=programs,
-            start=start,
-            models=models,
-            keys={
-                name: jax.random.fold_in(key, number)
-                for number, name in enumerate(models)
-            },
-            read=read,
-            score=score,
-            played=played,
-            answers=answers,
-            judge=judge,
+    )
+    evaluation = Evaluation(
+        options=options,
+        programs=programs,
+        start=start,
+        models=models,
+        keys={
+            name: jax.random.fold_in(key, number) for number, name in enumerate(models)
+        },
+        read=read,
+        score=score,
+        played=played,
+        answers=answers,
+        judge=judge,
+    )
+    meta = {
+        "data_digest": digests.of_tokens(read.prompts),
+        "rows_digest": digests.of_rows(read.rows),
+        **start.meta,
+    }
+    beside: dict[str, Frozen] = {**models}
+    shapes = {
+        name: frozen.shape_of(model, policy=start.model)
+        for name, model in models.items()
+    }
+    if reward_model is not None:
+        beside["reward_model"] = reward_model.frozen
+        shapes["reward_model"] = reward_model.model
+    with (
+        contextlib.ExitStack() as unscored,
+        run.Run(
+            options,
+            num_steps={STAGE: evaluation.num_steps},
+            stop_timeout=options.stop_timeout,
+            data=receipt_of(receipts, start=start),
+        ) as job,
+        job.stage(STAGE, {"root_key": key}, meta=meta, beside=beside) as stage,
+    ):
+        if not options.resume and options.resume_from is None:
+            # A reward or judge that fails at once leaves no run folder.
+            unscored.callback(empty, job.folder)
+        report.model_table(
+            [(name, model.stored, False) for name, model in beside.items()],
+            models=shapes,
         )
-        meta = {
-            "data_digest": digests.of_tokens(read.prompts),
-            "rows_digest": digests.of_rows(read.rows),
-            **start.meta,
-        }
-        beside: dict[str, Frozen] = {**models}
-        shapes = {
-            name: frozen.shape_of(model, policy=start.model)
-            for name, model in models.items()
-        }
-        if reward_model is not None:
-            beside["reward_model"] = reward_model.frozen
-            shapes["reward_model"] = reward_model.model
-        with (
-            contextlib.ExitStack() as unscored,
-            run.Run(
-                options,
-                num_steps={STAGE: evaluation.num_steps},
-                stop_timeout=options.stop_timeout,
-                data=receipt_of(receipts, start=start),
-            ) as job,
-            job.stage(STAGE, {"root_key": key}, meta=meta, beside=beside) as stage,
-        ):
-            if not options.resume and options.resume_from is None:
-                # A reward or judge that fails at once leaves no run folder.
-                unscored.callback(empty, job.folder)
-            report.model_table(
-                [(name, model.stored, False) for name, model in beside.items()],
-                models=shapes,
-            )
-            for step in stage.steps():
-                batch = evaluation.batch(step, guard=stage.user_code)
-                if step == 0:
-                    if all(response.failed for response in batch):
-                        raise StopError(
-                            f"{options.score_called}: expected a score for some "
-                            f"response of the first batch, got none for {len(batch)} "
-                            f"of {len(batch)} (the warning above says why); mend it"
-                        )
-                    unscored.pop_all()
-                rows_of_batch = [dataclasses.asdict(response) for response in batch]
-                stage.end_step(step, responses.stats(batch), rows_of_batch)
+        for step in stage.steps():
+            batch = evaluation.batch(step, guard=stage.user_code)
+            if step == 0:
+                if all(response.failed for response in batch):
+                    raise StopError(
+                        f"{options.score_called}: expected a score for some "
+                        f"response of the first batch, got none for {len(batch)} "
+                        f"of {len(batch)} (the warning above says why); mend it"
+                    )
+                unscored.pop_all()
+            rows_of_batch = [dataclasses.asdict(response) for response in batch]
+            stage.end_step(step, responses.stats(batch), rows_of_batch)
     run_files.require(
         job.folder,
         only=("samples.jsonl",),
@@ -238,30 +240,11 @@ def answering(verifier: object) -> verifiers.Answering | None:
     return verifier if isinstance(verifier, verifiers.Answering) else None
 
 
-def load_functions(options: Config) -> tuple[Verifier | None, PairFunction | None]:
-    """Loads verifier and judge, and checks the reward, before a model is loaded."""
-    if options.reward is not None:
-        command_line.load_function(
-            options.reward, called="--reward", takes=TextReward.TAKES
-        )
-    verifier, unsafe = None, options.workers.unsafe_verifier
-    if options.verifier is not None:
-        verifier = make_verifier(options.verifier, unsafe=unsafe)
-    judge = None
-    if options.judge is not None:
-        judge = command_line.load_function(
-            options.judge, called="--judge", takes=comparison.TAKES
-        )
-    return verifier, judge
-
-
 def read_asked(
-    options: Config, *, reader: Pretrained, verifier: Verifier | None, receipt: Receipt
+    options: Config, *, reader: Pretrained, pools: RewardPools, receipt: Receipt
 ) -> ReadRows:
     """Reads the rows, and the prompts that leave room for a response."""
-    if isinstance(verifier, verifiers.Readable):
-        located = json_lines.read_located(options.data.prompts)
-        verifiers.check_answers(located, verifier=verifier)
+    pools.check_answers(lambda: json_lines.read_located(options.data.prompts))
     read = read_prompts(
         options.data.prompts,
         options=options.data,
@@ -270,12 +253,7 @@ def read_asked(
         more="lower --max-new-tokens",
         receipt=receipt,
     )
-    readers = {"--reward": options.reward, "--judge": options.judge}
-    if options.verifier is not None and options.verifier.is_function:
-        readers = {"--verifier": options.verifier.name, **readers}
-    elif options.verifier is not None:
-        receipt.reads(options.verifier.answer_field)
-    for option, spec in readers.items():
-        if spec is not None:
-            receipt.gives(f"{option} {spec}")
+    pools.tell(receipt)
+    if options.judge is not None:
+        receipt.gives(f"--judge {options.judge}")
     return read

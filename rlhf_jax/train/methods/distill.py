@@ -86,7 +86,6 @@ class Config(PolicyGradientConfig):
         super().__post_init__()
         checks.positive(kl_coef=self.kl_coef)
         self.method.check_read(rewarded=bool(self.sources))
-        checks.groups(self.batch.batch_size, group_size=self.method.group_size)
         reads = {"--success-score": self.success_score is not None}
         capabilities.need(reads, "a reward", has=bool(self.sources))
         capabilities.exclude(
@@ -112,11 +111,6 @@ class Config(PolicyGradientConfig):
     def success_score(self) -> float | None:
         """Least score of responses that the teacher reads, or None."""
         return self.method.success_score
-
-    @property
-    def rows_per_prompt(self) -> int:
-        """Number of responses to each prompt of a batch."""
-        return self.method.group_size
 
     def algorithm(self, **shapes: Any) -> PolicyGradient:
         """Builds the algorithm, which depends on whether there is a reward."""

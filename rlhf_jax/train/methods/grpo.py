@@ -33,10 +33,8 @@ import dataclasses
 import functools
 from typing import Annotated, Any, ClassVar
 
-from rlhf_jax.algorithms import grpo
-from rlhf_jax.algorithms.grpo import GRPO, GroupRecipe
+from rlhf_jax.algorithms.grpo import GRPO, GroupRecipe, published
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
-from rlhf_jax.functional import checks
 from rlhf_jax.roles.reference.lifecycle import Lifecycle, Mix
 from rlhf_jax.train import commands
 from rlhf_jax.train.config.config import FLAT, PolicyGradientConfig
@@ -65,62 +63,53 @@ class Config(PolicyGradientConfig):
     method: Annotated[GroupRecipe, FLAT] = RECIPE
     """Coefficients and choices of GRPO."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.groups(self.batch.batch_size, group_size=self.method.group_size)
-
-    @property
-    def rows_per_prompt(self) -> int:
-        """Number of responses to each prompt of a batch."""
-        return self.method.group_size
-
 
 PRESETS: dict[str, dict[str, Any]] = {
     "deepseekmath": {
-        "method": grpo.PUBLISHED,
+        "method": published.PUBLISHED,
         "kl": KL(kl_coef=0.04),
         "batch": Batch(batch_size=1024, max_new_tokens=1024),
         "optimizer": Optimizer(learning_rate=1e-6),
     },
-    "rloo": {"method": dataclasses.replace(grpo.RLOO, temperature=1.0)},
-    "rloo-masked": {"method": grpo.RLOO_MASKED},
-    "gspo": {"method": grpo.GSPO, **WITHOUT_KL},
-    "cispo": {"method": grpo.CISPO, "batch": Batch(batch_size=8192), **WITHOUT_KL},
-    "sapo": {"method": grpo.SAPO, **WITHOUT_KL},
-    "luspo": {"method": grpo.LUSPO, **WITHOUT_KL},
-    "gmpo": {"method": grpo.GMPO, **WITHOUT_KL},
-    "dppo": {"method": grpo.DPPO, **WITHOUT_KL},
-    "vespo": {"method": grpo.VESPO, **WITHOUT_KL},
-    "topr": {"method": grpo.TOPR, **WITHOUT_KL},
-    "opo": {"method": grpo.OPO, **WITHOUT_KL},
-    "remax": {"method": grpo.REMAX},
-    "skywork-or1": {"method": grpo.SKYWORK_OR1, **WITHOUT_KL},
-    "gdpo": {"method": grpo.GDPO, **WITHOUT_KL},
-    "clip-cov": {"method": grpo.CLIP_COV, **WITHOUT_KL},
-    "kl-cov": {"method": grpo.KL_COV, **WITHOUT_KL},
-    "dapo": {"method": grpo.DAPO, **OF_DAPO},
-    "top-entropy": {"method": grpo.TOP_ENTROPY, **OF_DAPO},
+    "rloo": {"method": dataclasses.replace(published.RLOO, temperature=1.0)},
+    "rloo-masked": {"method": published.RLOO_MASKED},
+    "gspo": {"method": published.GSPO, **WITHOUT_KL},
+    "cispo": {"method": published.CISPO, "batch": Batch(batch_size=8192), **WITHOUT_KL},
+    "sapo": {"method": published.SAPO, **WITHOUT_KL},
+    "luspo": {"method": published.LUSPO, **WITHOUT_KL},
+    "gmpo": {"method": published.GMPO, **WITHOUT_KL},
+    "dppo": {"method": published.DPPO, **WITHOUT_KL},
+    "vespo": {"method": published.VESPO, **WITHOUT_KL},
+    "topr": {"method": published.TOPR, **WITHOUT_KL},
+    "opo": {"method": published.OPO, **WITHOUT_KL},
+    "remax": {"method": published.REMAX},
+    "skywork-or1": {"method": published.SKYWORK_OR1, **WITHOUT_KL},
+    "gdpo": {"method": published.GDPO, **WITHOUT_KL},
+    "clip-cov": {"method": published.CLIP_COV, **WITHOUT_KL},
+    "kl-cov": {"method": published.KL_COV, **WITHOUT_KL},
+    "dapo": {"method": published.DAPO, **OF_DAPO},
+    "top-entropy": {"method": published.TOP_ENTROPY, **OF_DAPO},
     "gradient-penalty": {
-        "method": grpo.GRADIENT_PENALTY,
+        "method": published.GRADIENT_PENALTY,
         "optimizer": Optimizer(learning_rate=5e-6),
         **WITHOUT_KL,
     },
     "ema-pg": {
-        "method": grpo.EMA_PG,
+        "method": published.EMA_PG,
         "kl": KL(kl_coef=0.001),
         "reference": Reference(lifecycle=Lifecycle(move=Mix(every=10, rate=0.1))),
         "batch": Batch(batch_size=2560, max_new_tokens=500),
         "optimizer": Optimizer(learning_rate=1e-6),
     },
-    "score-centring": {"method": grpo.CENTRED, **WITHOUT_KL},
-    "dar": {"method": grpo.DAR, "kl": KL(kl_coef=0.0)},
+    "score-centring": {"method": published.CENTRED, **WITHOUT_KL},
+    "dar": {"method": published.DAR, "kl": KL(kl_coef=0.0)},
     "dr-grpo": {
-        "method": grpo.DR_GRPO,
+        "method": published.DR_GRPO,
         "batch": Batch(batch_size=1024, max_new_tokens=3000),
         "optimizer": Optimizer(learning_rate=1e-6),
         **WITHOUT_KL,
     },
-    "reinforce++-baseline": {"method": grpo.REINFORCE_BASELINE},
+    "reinforce++-baseline": {"method": published.REINFORCE_BASELINE},
 }
 """--preset NAME: published settings that differ from the defaults."""
 

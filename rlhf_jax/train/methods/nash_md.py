@@ -34,28 +34,19 @@ class Config(PolicyGradientConfig):
     """Coefficients and choices of Nash-MD."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        # First: a later check would name groups, which the command does not have.
         if self.batch.batch_size % 2:
             raise InputError(
                 f"--batch-size: expected an even number, for a response of the policy "
                 f"and one of the mixture to each prompt, got {self.batch.batch_size}; "
                 f"change it"
             )
-
-    @property
-    def rows_per_prompt(self) -> int:
-        """2: a response of the policy and one of the mixture."""
-        return 2
+        super().__post_init__()
 
     @property
     def sampler_tolerance(self) -> float:
         """Tolerance added for rounded sampler and reference, nats per token."""
         return super().sampler_tolerance + self.storage_tolerance
-
-    @property
-    def trained_share(self) -> float:
-        """1/2: the policy's responses, without those of the mixture."""
-        return 0.5
 
 
 command = functools.partial(

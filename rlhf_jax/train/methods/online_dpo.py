@@ -37,18 +37,7 @@ class Config(PolicyGradientConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.positive(kl_coef=self.kl_coef)
-        checks.groups(self.batch.batch_size, group_size=self.method.group_size)
         self.method.check_batch(self.batch.batch_size)
-
-    @property
-    def rows_per_prompt(self) -> int:
-        """Number of responses to each prompt of a batch."""
-        return self.method.group_size
-
-    @property
-    def trained_share(self) -> float:
-        """Share of the responses that are part of a pair."""
-        return 2 / self.method.responses_per_pair
 
     def algorithm(self, **shapes: Any) -> PolicyGradient:
         """Builds the algorithm, with the KL coefficient as DPO's β."""

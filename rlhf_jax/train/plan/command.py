@@ -67,7 +67,7 @@ def parse(argv: Sequence[str]) -> tuple[Any, Options]:
         module.Config,
         description=None,
         presets=getattr(module, "PRESETS", None),
-        renamed=commands.RENAMED,
+        renamed=commands.successors(module.Config),
         prog=f"rlhf-jax plan {name}",
         argv=[*missing, *rest],
     )

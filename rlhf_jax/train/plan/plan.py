@@ -233,7 +233,7 @@ def _largest_batch(
     step = job.minibatches(config) * math.lcm(
         mesh.rows, config.method.micro_batch_size or 1
     )
-    step = math.lcm(step, getattr(config, "rows_per_prompt", 1))
+    step = math.lcm(step, getattr(config.method, "rows_per_prompt", 1))
     known = {}
     if peak is not None and config.batch.batch_size % step == 0:
         known[config.batch.batch_size // step] = peak

@@ -257,7 +257,7 @@ def _learning(
 
     further = models.further if recipe.penalty.needs_logits else {}
     learning = recipe.num_epochs * _training(train.policy, recipe, texts, head=True)
-    learning *= config.trained_share
+    learning *= recipe.trained_share
     if train.critic is not None:
         assert recipe.critic is not None
         if not recipe.critic.shared_trunk:

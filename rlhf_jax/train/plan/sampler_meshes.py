@@ -10,7 +10,6 @@ A mesh costs the time to reshard the policy once, and the time of the sampler.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
@@ -24,6 +23,7 @@ from rlhf_jax.planning.measured import Target, Waiting
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.plan import job
 from rlhf_jax.train.plan.job import Config, Options
+from rlhf_jax.train.rollouts import fastest
 
 
 class Layout(NamedTuple):
@@ -48,10 +48,7 @@ class Layout(NamedTuple):
     @property
     def name(self) -> str:
         """The mesh in the form of --placement.sampler."""
-        if self.mesh is None:
-            return "policy"
-        sizes = dataclasses.asdict(self.mesh).items()
-        return ",".join(f"{axis}={size}" for axis, size in sizes if size > 1)
+        return "policy" if self.mesh is None else fastest.written(self.mesh)
 
 
 def candidates(
@@ -84,8 +81,7 @@ def sampled_on(config: Config, mesh: MeshShape | None) -> PolicyGradientConfig:
             f"--find-sampler-mesh: expected a command that samples, got {config.name}; "
             f"leave it out"
         )
-    placement = dataclasses.replace(config.placement, sampler=Place(mesh=mesh))
-    return dataclasses.replace(config, placement=placement)
+    return config.sampled_at(Place(mesh=mesh))
 
 
 def compare(

@@ -28,13 +28,12 @@ from rlhf_jax.devices import moving, processes, sharding
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.roles.reference import drift, frozen
-from rlhf_jax.roles.reference.frozen import Frozen, adapted_params
 from rlhf_jax.runs import alarms, folder, metrics, plots, report, run
 from rlhf_jax.runs.object_storage import mirror
 from rlhf_jax.train.config.watch import WatchTexts
 from rlhf_jax.train.reading import read_texts, receipt_of
 from rlhf_jax.train.supervised.build import build, check_memory
-from rlhf_jax.train.supervised.task import Models, Session, Task
+from rlhf_jax.train.supervised.task import Session, Task
 
 Params = Any
 
@@ -77,7 +76,6 @@ def main(task: Task[Any]) -> None:
     # Shapes that do not fit together fail here, before there is a run folder.
     ahead = task.rehearse(session)
     jax.eval_shape(update, initial, batch=first, base=models.base, **ahead)
-    watcher = Watcher(task, session, texts=texts)
     limits = config.watch.alarms
     with run.Run(
         recorded,
@@ -96,7 +94,7 @@ def main(task: Task[Any]) -> None:
         initial, models = task.prepare(initial, session=session, job=job)
         start = start._replace(params=None)
         session = session._replace(start=start, models=models)
-        watcher.anchored(models)
+        watcher = Watcher(task, session, texts=texts)
         base, before = models.base, means(task.evaluate(initial.params, models.base))
         beside = models.beside
         with job.stage(config.stage, initial, meta=meta, beside=beside) as stage:
@@ -146,30 +144,23 @@ class Watcher:
     ) -> None:
         """Compiles nothing yet; `texts` are {name: Sequences[M, b, S]}, of --texts."""
         self._task, self._texts = task, texts
-        lora, model = task.config.start.lora, session.start.model
-        watch = task.config.watch
+        lora, watch = task.config.start.lora, task.config.watch
         self._policy = watch if isinstance(watch, WatchTexts) else None
-        self._base: Frozen | None = None
-        self._anchor: Frozen | None = None
-
-        def text_stats(
-            policy: Params, texts: Mapping[str, Sequences], base: Frozen | None
-        ) -> Stats:
-            params = adapted_params(policy, base=base, lora=lora)
-            return evaluation.text_stats(params, texts, model=model)
-
-        self._text_stats = jax.jit(sharding.on(session.mesh, text_stats))
+        # The drift is from the reference, or from the base under adapters.
+        self._base = session.models.base
+        anchor = session.models.reference or self._base
+        alike = anchor is not None and anchor.model is None  # of the policy's shape
+        self._anchor = anchor if alike else None
+        on_mesh = sharding.on(session.mesh, evaluation.text_stats)
+        of_texts = functools.partial(on_mesh, model=session.start.model, lora=lora)
+        self._text_stats = jax.jit(of_texts)
         self._moved = jax.jit(functools.partial(drift.of_policy, lora=lora))
-
-    def anchored(self, models: Models) -> None:
-        """Measures the drift from the reference, or from the base under adapters."""
-        self._base, anchor = models.base, models.reference or models.base
-        if anchor is not None and anchor.model is None:  # of the policy's shape
-            self._anchor = anchor
 
     def text_stats(self, params: Params) -> Stats:
         """Returns `evaluation.text_stats` of --texts."""
-        return self._text_stats(params, self._texts, self._base) if self._texts else {}
+        if not self._texts:
+            return {}
+        return self._text_stats(params, self._texts, base=self._base)
 
     def before(self, params: Params, *, step: int) -> Stats:
         """Returns statistics of the parameters before an update."""

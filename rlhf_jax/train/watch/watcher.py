@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh
 
 from rlhf_jax.algorithms.batch import Rollout, Sequences
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.text import Written
 from rlhf_jax.devices import row_sharding
-from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference import drift
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards import transcripts
 from rlhf_jax.roles.rewards.scores import Scores
-from rlhf_jax.roles.rewards.text import TextReward
 from rlhf_jax.train.config.watch import Watch
 from rlhf_jax.train.programs import Programs, Read
 from rlhf_jax.train.sampler import Sampler, versions
@@ -33,6 +27,7 @@ if TYPE_CHECKING:
     from rlhf_jax.train.environment.sampler import EpisodeSampler
     from rlhf_jax.train.loop import Loop
     from rlhf_jax.train.watch.held_out import HeldOut
+    from rlhf_jax.train.watch.judge import Judge
 
 Array = jax.Array
 Params = Any
@@ -183,55 +178,3 @@ class Watcher:
                 greedy=False,
             )
         return loop.shown(responses)
-
-
-class Judge:
-    """--judge: a Python function of texts; each process scores its own rows."""
-
-    def __init__(self, judge: TextReward, *, mesh: Mesh, may_fail: bool) -> None:
-        self._judge, self._mesh, self._may_fail = judge, mesh, may_fail
-        self._warned = False
-
-    def __call__(self, rollout: Rollout) -> Stats:
-        """Returns `evaluation.judge_stats`, without scores if the judge failed.
-
-        Raises:
-          InputError, StopError: the judge failed, with --judge-failure stop.
-        """
-        mine = row_sharding.local_rows(rollout)
-        succeeded = np.ones(len(mine.index), bool)
-        try:
-            scores = self._judge(mine)
-        except (InputError, StopError) as error:
-            if not self._may_fail:
-                raise
-            scores, succeeded = np.zeros(len(succeeded), np.float32), ~succeeded
-            if not self._warned:
-                print(
-                    f"warning: {error}\n--judge-failure warn: the run goes on without "
-                    f"this judge/score; later failures are counted in judge/failed and "
-                    f"reported at the end",
-                    file=sys.stderr,
-                )
-            self._warned = True
-        scores, succeeded = row_sharding.put_computed(
-            (scores, succeeded), mesh=self._mesh
-        )
-        from rlhf_jax.algorithms import evaluation
-
-        return evaluation.judge_stats(
-            scores, judged=succeeded if self._may_fail else None
-        )
-
-
-def judge_failures(measured: list[Row]) -> int:
-    """Returns the number of steps at which the judge failed; warns on stderr."""
-    looks = [row["judge/failed"] for row in measured if "judge/failed" in row]
-    failures = sum(share > 0 for share in looks)
-    if failures:
-        print(
-            f"warning: the judge failed at {failures} of the {len(looks)} steps at "
-            f"which it was asked",
-            file=sys.stderr,
-        )
-    return failures

@@ -16,41 +16,46 @@ from places import FIXTURES
 from rlhf_jax import batch, grpo, kl_control, losses, masked, ppo, rewards, state
 from rlhf_jax.algorithms.flow import selection, shaping
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
+from rlhf_jax.algorithms.grpo import published
 from rlhf_jax.algorithms.policy_gradient import recipe as policy_recipe
-from rlhf_jax.algorithms.policy_gradient.entropy_control import EntropyTarget
+from rlhf_jax.algorithms.policy_gradient.options import (
+    ClipCov,
+    EntropyTarget,
+    KLCov,
+    TopEntropy,
+)
 from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength
-from rlhf_jax.algorithms.policy_gradient.token_choice import ClipCov, KLCov, TopEntropy
 from rlhf_jax.functional import advantages, policy_losses
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference.frozen import FrozenModels
 from rlhf_jax.roles.rewards.scores import no_moments
 
 RECIPES = {
-    "grpo": grpo.PUBLISHED,
-    "rloo": grpo.RLOO,
-    "rloo-masked": grpo.RLOO_MASKED,
-    "gspo": grpo.GSPO,
-    "cispo": grpo.CISPO,
-    "sapo": grpo.SAPO,
-    "dapo": grpo.DAPO,
-    "dar": grpo.DAR,
-    "centred": grpo.CENTRED,
-    "dr-grpo": grpo.DR_GRPO,
-    "luspo": grpo.LUSPO,
-    "gmpo": grpo.GMPO,
-    "dppo": grpo.DPPO,
-    "vespo": grpo.VESPO,
-    "topr": grpo.TOPR,
-    "opo": grpo.OPO,
-    "gdpo": grpo.GDPO,
-    "skywork-or1": grpo.SKYWORK_OR1,
-    "remax": grpo.REMAX,
-    "clip-cov": grpo.CLIP_COV,
-    "kl-cov": grpo.KL_COV,
-    "top-entropy": grpo.TOP_ENTROPY,
-    "ema-pg": grpo.EMA_PG,
-    "gradient-penalty": grpo.GRADIENT_PENALTY,
-    "reinforce++-baseline": grpo.REINFORCE_BASELINE,
+    "grpo": published.PUBLISHED,
+    "rloo": published.RLOO,
+    "rloo-masked": published.RLOO_MASKED,
+    "gspo": published.GSPO,
+    "cispo": published.CISPO,
+    "sapo": published.SAPO,
+    "dapo": published.DAPO,
+    "dar": published.DAR,
+    "centred": published.CENTRED,
+    "dr-grpo": published.DR_GRPO,
+    "luspo": published.LUSPO,
+    "gmpo": published.GMPO,
+    "dppo": published.DPPO,
+    "vespo": published.VESPO,
+    "topr": published.TOPR,
+    "opo": published.OPO,
+    "gdpo": published.GDPO,
+    "skywork-or1": published.SKYWORK_OR1,
+    "remax": published.REMAX,
+    "clip-cov": published.CLIP_COV,
+    "kl-cov": published.KL_COV,
+    "top-entropy": published.TOP_ENTROPY,
+    "ema-pg": published.EMA_PG,
+    "gradient-penalty": published.GRADIENT_PENALTY,
+    "reinforce++-baseline": published.REINFORCE_BASELINE,
 }
 STOP = 1
 LENGTHS = (3, 1, 3, 2, 3, 3, 1, 2)  # of two groups of 4, in 3 columns
@@ -164,7 +169,7 @@ def test_a_greedy_response_is_a_baseline_and_is_not_trained_on():
 @pytest.mark.slow
 def test_greedy_responses_are_those_of_the_decoder():
     """The last response of each group does not depend on the key; others do."""
-    recipe = make(grpo.REMAX)
+    recipe = make(published.REMAX)
     prompts = jax.tree.map(
         lambda leaf: jnp.repeat(leaf, 4, axis=0), toys.prompts((4, 2))
     )
@@ -193,13 +198,13 @@ def test_greedy_responses_are_those_of_the_decoder():
 
 def test_a_mean_over_prompts_scales_the_tokens_of_each():
     for aggregation, scaled in (("prompt_mean", True), ("token_mean", False)):
-        recipe = make(grpo.RLOO, aggregation=aggregation)
+        recipe = make(published.RLOO, aggregation=aggregation)
         output, _ = recipe.experience(scored(), kl_coef=jnp.float32(0))
         assert (output.prompt_scale is not None) == scaled
 
 
 def test_a_recipe_looks_for_its_own_stop_tokens():
-    recipe = make(grpo.RLOO, overlong_mask="loss")
+    recipe = make(published.RLOO, overlong_mask="loss")
     output, _ = dataclasses.replace(recipe, stop_ids=(STOP,)).experience(
         scored(), kl_coef=jnp.float32(0)
     )
@@ -212,14 +217,14 @@ APART = {
     "grpo": {"group_size": 64, "normalise": "group", "aggregation": "sequence_mean"},
     "rloo": {"group_size": 4, "normalise": None, "baseline": "leave_one_out"},
     "rloo-masked": {"overlong_mask": "group", "baseline": "leave_one_out"},
-    "gspo": {"surrogate": grpo.GSPO.surrogate, "normalise": "group"},
-    "cispo": {"surrogate": grpo.CISPO.surrogate, "temperature": 1.0},
+    "gspo": {"surrogate": published.GSPO.surrogate, "normalise": "group"},
+    "cispo": {"surrogate": published.CISPO.surrogate, "temperature": 1.0},
     "sapo": {"surrogate": policy_recipe.SAPO(), "temperature": 1.0},
     "dapo": {"group_size": 16, "temperature": 1.0, "num_minibatches": 16},
     "centred": {"surrogate": policy_recipe.Centred(128), "group_size": 8},
     "dar": {"surrogate": policy_recipe.DAR(0.05, 0.1, 20.0), "normalise": "rollout"},
     "dr-grpo": {"group_size": 8, "temperature": 1.0, "num_minibatches": 8},
-    "luspo": {"surrogate": grpo.LUSPO.surrogate, "loss_scale_factor": 1.0},
+    "luspo": {"surrogate": published.LUSPO.surrogate, "loss_scale_factor": 1.0},
     "gmpo": {"surrogate": policy_recipe.GMPO(), "aggregation": "sequence_mean"},
     "dppo": {"surrogate": policy_recipe.DPPO(), "aggregation": "constant"},
     "vespo": {"surrogate": policy_recipe.VESPO(), "normalise": None},
@@ -231,7 +236,7 @@ APART = {
     "clip-cov": {"token_choice": ClipCov(2e-4, low=1.0, high=5.0)},
     "kl-cov": {"token_choice": KLCov(2e-3, coef=1.0)},
     "top-entropy": {"token_choice": TopEntropy(0.2), "equal_groups": "leave_out"},
-    "ema-pg": {"group_size": 5, "penalty": grpo.EMA_PG.penalty},
+    "ema-pg": {"group_size": 5, "penalty": published.EMA_PG.penalty},
     "gradient-penalty": {"gradient_penalty": policy_recipe.GradientPenalty(0.01)},
     "reinforce++-baseline": {"group_size": 8, "temperature": 1.0},
 }
@@ -244,7 +249,7 @@ def test_what_tells_the_recipes_apart_stays(name):
 
 
 def test_dapo_charges_for_the_last_4096_of_20480_tokens():
-    charged = grpo.DAPO.scores
+    charged = published.DAPO.scores
     assert charged.overlong_after + charged.overlong_buffer == 20_480
     assert (charged.overlong_buffer, charged.overlong_penalty) == (4096, 1.0)
 
@@ -304,7 +309,7 @@ def test_a_penalty_of_overlong_responses_fits_the_longest_response():
     charged = ScoreShaping(
         overlong_penalty=1.0, overlong_after=toys.SIZE - 1, overlong_buffer=1
     )
-    recipe = dataclasses.replace(make(grpo.RLOO), scores=charged)
+    recipe = dataclasses.replace(make(published.RLOO), scores=charged)
     assert recipe.scores == charged
     longer = dataclasses.replace(charged, overlong_after=toys.SIZE)
     with pytest.raises(InputError, match=r"overlong_after: expected a number below"):
@@ -434,7 +439,7 @@ def test_each_recipe_s_choices_reach_its_loss(name, monkeypatch):
 
 @pytest.mark.slow
 def test_the_kl_of_a_controller_is_per_response_that_is_trained_on():
-    recipe = make(grpo.RLOO, overlong_mask="loss")
+    recipe = make(published.RLOO, overlong_mask="loss")
     output, _ = experience(overlong_mask="loss")
     mask = np.asarray(output.response_mask)
     wide = {
@@ -473,7 +478,7 @@ def test_the_kl_of_a_controller_is_per_response_that_is_trained_on():
             "ratio_level: expected one of 'token', 'sequence', got 'sequence_token'",
         ),
         (
-            lambda: dataclasses.replace(grpo.DAR, off_policy_mask=0.1),
+            lambda: dataclasses.replace(published.DAR, off_policy_mask=0.1),
             "off_policy_mask: expected none with surrogate dar",
         ),
         (
@@ -501,11 +506,11 @@ def test_the_kl_of_a_controller_is_per_response_that_is_trained_on():
             "temperature_pos: expected a finite number above 0",
         ),
         (
-            lambda: dataclasses.replace(grpo.GDPO, baseline="leave_one_out"),
+            lambda: dataclasses.replace(published.GDPO, baseline="leave_one_out"),
             "normalise: expected 'rollout' or None with baseline 'leave_one_out'",
         ),
         (
-            lambda: dataclasses.replace(grpo.GDPO, penalty=grpo.RLOO.penalty),
+            lambda: dataclasses.replace(published.GDPO, penalty=published.RLOO.penalty),
             "normalise: expected another than 'each' with a KL in the reward",
         ),
         (
@@ -515,7 +520,7 @@ def test_the_kl_of_a_controller_is_per_response_that_is_trained_on():
             r"kl_to_go: expected a KL in the reward .*\nnormalise: expected 'rollout'",
         ),
         (
-            lambda: dataclasses.replace(grpo.GDPO, scores=ScoreShaping(clip=1.0)),
+            lambda: dataclasses.replace(published.GDPO, scores=ScoreShaping(clip=1.0)),
             "options of scores, which are about the sum of the rewards",
         ),
         (
@@ -550,7 +555,7 @@ def test_the_kl_of_a_controller_is_per_response_that_is_trained_on():
             "overlong_after: expected an overlong_penalty",
         ),
         (
-            lambda: grpo.GRPO(**vars(grpo.DAPO), **MADE),
+            lambda: grpo.GRPO(**vars(published.DAPO), **MADE),
             "scores.overlong_after: expected a number below",
         ),
     ],

@@ -15,12 +15,8 @@ import toys
 from rlhf_jax import grpo, kl_control, ppo, state
 from rlhf_jax.algorithms.policy_gradient.iteration import make_experience
 from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
-from rlhf_jax.algorithms.policy_gradient.token_choice import (
-    ClipCov,
-    KLCov,
-    TopEntropy,
-    choose,
-)
+from rlhf_jax.algorithms.policy_gradient.options import ClipCov, KLCov, TopEntropy
+from rlhf_jax.algorithms.policy_gradient.token_choice import choose
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.roles.reference.frozen import FrozenModels

@@ -11,8 +11,8 @@ import toy_turns
 import toys
 
 from rlhf_jax import grpo, kl_control, masked, rewards, state
-from rlhf_jax.algorithms.policy_gradient.entropy_control import EntropyTarget
 from rlhf_jax.algorithms.policy_gradient.iteration import make_experience
+from rlhf_jax.algorithms.policy_gradient.options import EntropyTarget
 from rlhf_jax.algorithms.policy_gradient.update import update
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import Penalty

@@ -11,11 +11,9 @@ import toy_turns
 import toys
 
 from rlhf_jax import frozen, grpo, kl_control, state
-from rlhf_jax.algorithms.policy_gradient.gradient_penalty import (
-    GradientPenalty,
-    penalised,
-)
+from rlhf_jax.algorithms.policy_gradient.gradient_penalty import penalised
 from rlhf_jax.algorithms.policy_gradient.iteration import learn
+from rlhf_jax.algorithms.policy_gradient.options import GradientPenalty
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import IN_LOSS
 from rlhf_jax.roles.reference.frozen import FrozenModels

@@ -164,7 +164,7 @@ def test_the_loss_is_told_the_values_and_the_responses_of_a_minibatch(
 ):
     """Not those of a micro-batch; rejected responses have values, empty rows none."""
 
-    def counts(critic, *, experience, num_values, num_valued, **_):
+    def counts(critic, experience, *, num_values, num_valued, **_):
         loss = critic["score"]["bias"].sum() * experience.mask.sum()
         one = jnp.ones(())
         return loss, {"values": (num_values, one), "responses": (num_valued, one)}
@@ -453,7 +453,7 @@ def test_the_critic_reads_responses_alone_and_packed_where_they_are(
 def test_parts_of_packed_rows_reach_the_critic_s_loss(experience, monkeypatch):
     packings = []
 
-    def loss(params, *, packing, **options):
+    def loss(params, part, *, packing, **options):
         packings.append(packing)
         return jnp.zeros(()), {"loss/value": (jnp.zeros(()), jnp.ones(()))}
 
@@ -465,7 +465,7 @@ def test_parts_of_packed_rows_reach_the_critic_s_loss(experience, monkeypatch):
         return PackedParts(None, jnp.ones((steps, 1, 2), bool))
 
     monkeypatch.setattr(critic_apart, "critic_loss", loss)
-    monkeypatch.setattr(critic_apart, "accumulate_packed", of_parts)
+    monkeypatch.setattr(critic_apart.state, "accumulate_packed", of_parts)
     monkeypatch.setattr(critic_apart, "packed_parts", parts)
     _, critic = fresh_apart(BASE)
     after, _ = critic_apart.update(critic, experience=experience, key=KEY, recipe=BASE)

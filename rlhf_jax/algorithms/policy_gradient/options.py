@@ -1,19 +1,21 @@
-"""Options of the surrogates DPPO, GMPO, VESPO, TOPR, DAR and score centring.
+"""Options that few recipes choose, whose formulas are imported only then.
 
-`recipe.Surrogate` is one of them, PPO's clip, CISPO or SAPO. Their formulas
-(`functional.policy_losses`) are imported only if one is chosen.
+These are surrogates other than PPO's clip, CISPO and SAPO (`functional.policy_losses`),
+the choice of tokens, the control of the entropy bonus, and the penalty on the gradient.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
-from rlhf_jax.algorithms.policy_gradient.loss import Loss
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.errors import expect_none
 from rlhf_jax.functional.surrogates import Divergence
+
+if TYPE_CHECKING:  # which imports this module
+    from rlhf_jax.algorithms.policy_gradient.loss import Loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,3 +164,85 @@ class Centred:
         return functools.partial(
             policy_losses.centred_loss, cap=self.cap, floor=self.floor
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class EntropyTarget:
+    """The coefficient grows while the entropy is at most the target, else shrinks."""
+
+    target: float = 0.2
+    """Entropy at or below which there is a bonus, nats per token."""
+    increment: float = 0.005
+    """Change of the coefficient in each iteration, reward units per nat."""
+    largest: float = 1.0
+    """Upper bound of the coefficient, reward units per nat."""
+
+    def __post_init__(self) -> None:
+        checks.positive(**vars(self))
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientPenalty:
+    """Adds γ/2·‖∇L‖² to the loss L of a minibatch, by a finite difference."""
+
+    strength: float
+    """γ: weight of half the squared norm of the gradient."""
+    step: float = 1e-3
+    """ε: step of the finite difference along the gradient; take a larger one where a
+    forward pass in bfloat16 would round it away."""
+    max_norm: float | None = 10.0
+    """Largest norm of each of the two gradients; None clips neither."""
+
+    def __post_init__(self) -> None:
+        checks.positive(strength=self.strength, step=self.step, max_norm=self.max_norm)
+
+
+@dataclasses.dataclass(frozen=True)
+class TopEntropy:
+    """Trains only on the share of tokens with the largest entropies."""
+
+    share: float = 0.2
+    """Share of the tokens that are trained on."""
+
+    def __post_init__(self) -> None:
+        _check_share(self.share)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClipCov:
+    """Tokens with a large covariance of log-prob and advantage have no gradient."""
+
+    share: float = 2e-4
+    """Largest share of the tokens that are left out, drawn among those within the
+    bounds."""
+    low: float = 1.0
+    """Tokens with a covariance above this may be left out."""
+    high: float = 5.0
+    """Tokens with a covariance of this or more are not left out."""
+
+    def __post_init__(self) -> None:
+        _check_share(self.share)
+        checks.finite(low=self.low)
+        checks.within(above=self.low, advice="choose a larger one", high=self.high)
+
+
+@dataclasses.dataclass(frozen=True)
+class KLCov:
+    """Tokens with the largest covariances are held to the policy that drew them."""
+
+    share: float = 2e-3
+    """Share of the tokens that are held."""
+    coef: float = 1.0
+    """Weight of |log π − log π_old|, reward units per nat."""
+
+    def __post_init__(self) -> None:
+        _check_share(self.share)
+        checks.positive(coef=self.coef)
+
+
+TokenChoice = TopEntropy | ClipCov | KLCov
+
+
+def _check_share(share: float) -> None:
+    checks.positive(share=share)
+    checks.fraction(share=share)
