@@ -120,7 +120,7 @@ def parse(
 def _refuse_renamed(
     renamed: Mapping[str, str], options: Sequence[str], config_class: type[Any]
 ) -> None:
-    known = _options(config_class)
+    known = option_names(config_class)
     for text in options:
         name = text.partition("=")[0].replace("_", "-")
         if name in renamed and name not in known:
@@ -133,8 +133,8 @@ def _refuse_renamed(
             )
 
 
-def _options(kind: type[Any], *, prefix: str = "--") -> set[str]:
-    """Names of a config's options: one per choice, and those of each group's fields."""
+def option_names(kind: type[Any], *, prefix: str = "--") -> set[str]:
+    """Returns a config's options: one per choice, and those of each group's fields."""
     options: set[str] = set()
     hints = typing.get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
@@ -143,7 +143,7 @@ def _options(kind: type[Any], *, prefix: str = "--") -> set[str]:
         option = f"{prefix}{field.name.replace('_', '-')}"
         if dataclasses.is_dataclass(group) and choices.spec_of(hint) is None:
             inner = prefix if choices.is_unnamed(hint) else f"{option}."
-            options |= _options(typing.cast(Any, group), prefix=inner)
+            options |= option_names(typing.cast(Any, group), prefix=inner)
         else:
             options.add(option)
     return options
