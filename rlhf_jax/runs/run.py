@@ -36,7 +36,7 @@ from rlhf_jax.runs.profile import Window
 from rlhf_jax.runs.run_config import RunConfig
 from rlhf_jax.runs.snapshots import proof, resume
 from rlhf_jax.runs.stage import Stage
-from rlhf_jax.runs.stops import deadline
+from rlhf_jax.runs.stops import Deadline
 
 if TYPE_CHECKING:
     from rlhf_jax.runs.profile.profiler import Profiler
@@ -94,7 +94,7 @@ class Run:
             loggers.check(config)
         self.deadline = None
         if stop_timeout is not None and jax.process_count() == 1:
-            self.deadline = deadline.Deadline(stop_timeout)
+            self.deadline = Deadline(stop_timeout)
         self.config = config
         self.num_steps = num_steps
         self._lock = contextlib.ExitStack()
