@@ -16,7 +16,7 @@ from rlhf_jax.devices.placement import WITH_POLICY, Place, PlaceOption
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import folder
-from rlhf_jax.runs.command_line import config_file
+from rlhf_jax.runs.command_line.options import read_file
 from rlhf_jax.runs.folder import (
     check_run,
     open_run,
@@ -174,7 +174,7 @@ def test_a_recorded_config_under_another_name_is_refused(tmp_path):
     copy = tmp_path / "mine.json"
     copy.write_text('{"config": {"num_steps": 3}, "versions": {}}')
     with pytest.raises(InputError, match=r"mine.json: .* got the config.json of a run"):
-        config_file.read(copy)
+        read_file(copy)
 
 
 def test_an_existing_run_needs_resume(tmp_path):
