@@ -139,7 +139,7 @@ def test_the_config_is_read_from_the_snapshot_that_orbax_wrote(begun):
 def test_an_edited_config_is_refused_beside_a_damaged_snapshot(begun):
     """Checked against the newest readable snapshot, here 2 of 2 and 4."""
     stage = begun.out / "snapshots" / "only"
-    assert files.numbers(stage) == [2, 4]
+    assert resume.steps(stage) == [2, 4]
     (stage / "4" / "meta" / "metadata").write_bytes(b"{")
     (stage / "²").mkdir()  # a digit to Python, and no number
     edited = dataclasses.replace(begun, resume_from=2, kl_coef=0.2)
