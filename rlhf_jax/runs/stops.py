@@ -34,8 +34,6 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any, Self
 
-from rlhf_jax.functional import checks
-
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 TICK = 0.5  # seconds of CPU time between two checks
 LATER = 0.05  # seconds until a signal is repeated, which no finalizer should take
@@ -57,6 +55,9 @@ class Deadline:
         Raises:
           InputError: `seconds` is not positive.
         """
+        # Not at the top of the file: processes of verifiers do without JAX.
+        from rlhf_jax.functional import checks
+
         checks.positive(stop_timeout=seconds)
         self.seconds = seconds
         self._changed = threading.Condition()
