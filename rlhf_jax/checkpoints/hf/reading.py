@@ -79,9 +79,11 @@ def load(
         model = _tied_as_stored(tied, family=family, tensors=tensors)
         if model != tied:
             head = family.key_table(tied).tied
+            named = config.get("tie_word_embeddings")
+            why = "" if named else " (by its family's default)"
             _note(
                 f"checkpoint {path_or_repo_id}: {layout.CONFIG} says "
-                f"tie_word_embeddings{_by_default(config)}, but {head} is there and "
+                f"tie_word_embeddings{why}, but {head} is there and "
                 f"differs from the embedding; it is used as a head of its own, as "
                 f"transformers 5 does, and saved with tie_word_embeddings = false"
             )
@@ -246,10 +248,6 @@ def _tied_as_stored(
     if tensors.equal(head, embedding):
         return model
     return dataclasses.replace(model, tied_head=False)
-
-
-def _by_default(config: Mapping[str, Any]) -> str:
-    return "" if config.get("tie_word_embeddings") else " (by its family's default)"
 
 
 def _note(text: str) -> None:
