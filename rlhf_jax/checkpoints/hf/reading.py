@@ -269,8 +269,9 @@ def _read(
     headers = tensors.headers
     table = table.as_stored(headers)
     mapping.check(table, model=model, leaves=shapes, headers=headers)
+    read = tensors.read
     return mapping.read(
-        table, model=model, leaves=shapes, headers=headers, tensor=tensors, dtype=target
+        table, model=model, leaves=shapes, headers=headers, read=read, dtype=target
     )
 
 
@@ -283,7 +284,8 @@ def _score_bias(tensors: shards.Tensors, config: Mapping[str, Any]) -> np.ndarra
             f"expected {keys.SCORE_BIAS} [1], got {list(shape)}; use a checkpoint that "
             f"was trained to give one score"
         )
-    return np.asarray(tensors(keys.SCORE_BIAS)[:], np.float32).reshape(())
+    bias = tensors.read(keys.SCORE_BIAS, slice(None))
+    return np.asarray(bias, np.float32).reshape(())
 
 
 def _place(
