@@ -248,7 +248,7 @@ class Stage:
             if back is None:
                 raise DamagedError(f"{damage}\n{self._way_back(newest)}") from None
             return self._go_back(back, meta)
-        if run_files.FILES in saved:  # older versions saved no lists of files
+        if saved.get(run_files.FILES):  # older versions saved no sums of files
             self._snapshots.complete(newest)
         return saved
 
