@@ -53,7 +53,6 @@ from rlhf_jax.roles.reference.frozen import Frozen, FrozenModels
 from rlhf_jax.runs import (
     alarms,
     command_line,
-    drift_report,
     folder,
     metrics,
     plots,
@@ -278,8 +277,8 @@ def main(options: Config) -> None:
     )
     weight_drift = jax.device_get(drift.weight_drift(trained, reference.stored))
     moved = float(weight_drift["relative"])
-    drift_report.table(weight_drift)
-    drift_report.plots(job.folder, weight_drift)
+    plots.drift_table(weight_drift)
+    plots.draw_drift(job.folder, weight_drift)
     fingerprint = frozen.fingerprint_of(reference).root
     print(f"reference verified unchanged, fingerprint {fingerprint}")
     print(f"policy moved, relative weight drift {moved:.4f}")

@@ -25,7 +25,7 @@ from rlhf_jax.runs import command_line
 from rlhf_jax.runs.folder import read_summary, write_summary
 from rlhf_jax.runs.run import Run
 from rlhf_jax.runs.run_config import RunConfig
-from rlhf_jax.runs.snapshots import files
+from rlhf_jax.runs.snapshots import resume
 
 STAGES = ("sft", "ppo")
 BUCKET = "bucket"
@@ -86,7 +86,7 @@ def results(folder: Path) -> dict[str, object]:
     snapshots = {
         f"{stage.name}/{step}"
         for stage in (folder / "snapshots").iterdir()
-        for step in files.numbers(stage)
+        for step in resume.steps(stage)
     }
     return contents | {"summary": read_summary(folder), "snapshots": snapshots}
 

@@ -108,7 +108,7 @@ class Unread:
     names: list[str]  # of the checkpoint's tensors; one per layer if it is stacked
     columns: np.ndarray  # i64, the column in the checkpoint's tensor of each of ours
     vocab_size: int
-    tensor: Callable[[str], Any]  # returns a checkpoint's tensor, which can be sliced
+    read: Callable[[str, Any], np.ndarray]  # a slice of a checkpoint's tensor
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
         """Reads a slice, in our layout and dtype, and nothing else."""
@@ -126,13 +126,13 @@ class Unread:
 
     def _fill(self, out: np.ndarray, name: str, ranges: list[slice]) -> None:
         *others, last = ranges
-        columns, tensor = self.columns[last], self.tensor(name)
+        columns = self.columns[last]
         if self.key.head_dim == 1 and columns.size:
             # Interleaved columns: read the whole range, then select ours.
             first = int(columns[0])
             run = slice(first, int(columns[-1]) + 1)
             window = self.key.window([*others, run], self.vocab_size)
-            part = self.key.from_hf(np.asarray(tensor[window]))
+            part = self.key.from_hf(self.read(name, window))
             out[...] = part[..., columns - first]
             return
         # Columns that are contiguous in both layouts are read together.
@@ -141,7 +141,7 @@ class Unread:
             run = slice(int(columns[start]), int(columns[end - 1]) + 1)
             window = self.key.window([*others, run], self.vocab_size)
             if all(part.start < part.stop for part in window):
-                part = self.key.from_hf(np.asarray(tensor[window]))
+                part = self.key.from_hf(self.read(name, window))
                 out[..., start:end][: len(part)] = part
 
 
@@ -151,14 +151,14 @@ def read(
     model: ModelConfig,
     leaves: Mapping[str, Any],
     headers: Mapping[str, Header],
-    tensor: Callable[[str], Any],
+    read: Callable[[str, Any], np.ndarray],
     dtype: np.dtype | None,
 ) -> Iterator[tuple[str, Unread]]:
     """Yields our leaves as (path, `Unread`).
 
     Args:
       leaves, headers: as for `check`, which has passed.
-      tensor: returns a checkpoint's tensor by name, which can be sliced.
+      read: (name, slices) -> that part of a checkpoint's tensor.
       dtype: of the leaves; None keeps the checkpoint's.
     """
     for key in table.keys:
@@ -177,7 +177,7 @@ def read(
                     names=names,
                     columns=own,
                     vocab_size=model.vocab_size,
-                    tensor=tensor,
+                    read=read,
                 ),
             )
 

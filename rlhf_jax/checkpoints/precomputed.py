@@ -40,6 +40,7 @@ from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import parsing
 from rlhf_jax.runs.folder import write_json
+from rlhf_jax.runs.proof import sums
 from rlhf_jax.runs.unfinished import replacing
 
 Array = jax.Array
@@ -145,7 +146,7 @@ def load_or_compute(
                 progress=progress,
             )
         # Written last: log-probs without this file are incomplete.
-        write_json(about, {**of, "sha256": _sha256(values)})
+        write_json(about, {**of, "sha256": sums.of_file(values)[1]})
     _check_whole(values, about)
     return Precomputed(logprobs=np.load(values, mmap_mode="r"), starts=starts)
 
@@ -247,7 +248,7 @@ def _check(
 def _check_whole(values: Path, about: Path) -> None:
     try:
         recorded = parsing.read_object(about, expected="what it is of", advice="")
-        whole = recorded["sha256"] == _sha256(values)
+        whole = recorded["sha256"] == sums.of_file(values)[1]
     except (OSError, InputError, KeyError):
         whole = False
     if not whole:
@@ -256,8 +257,3 @@ def _check_whole(values: Path, about: Path) -> None:
             f"bytes; the cache is damaged: remove both files, and they are computed "
             f"again"
         )
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -7,7 +7,6 @@ model-00001-of-00002.safetensors ... with model.safetensors.index.json
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -100,10 +99,6 @@ class Tensors:
                 self.headers[name] = mapping.Header(shape, dtype)
                 self._stored[name] = file, stored
 
-    def __call__(self, name: str) -> Part:
-        """Returns a tensor that can be sliced."""
-        return Part(self, name)
-
     def read(self, name: str, window: Any) -> np.ndarray:
         """Reads a slice of a tensor; counts the entries that are not finite."""
         # Opened anew, since a memory map keeps what was read until it is closed.
@@ -149,17 +144,6 @@ class Tensors:
                 for name, not_finite in self._not_finite.items()
             }
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A tensor of `Tensors`; `part[window]` reads a slice."""
-
-    tensors: Tensors
-    name: str
-
-    def __getitem__(self, window: Any) -> np.ndarray:
-        return self.tensors.read(self.name, window)
 
 
 def write(

@@ -6,10 +6,7 @@ import hashlib
 import json
 import pickle
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from rlhf_jax.data.json_lines import Row
+from typing import Any
 
 
 def of_tokens(rows: Sequence[Sequence[object]]) -> str:
@@ -17,13 +14,8 @@ def of_tokens(rows: Sequence[Sequence[object]]) -> str:
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
-def of_rows(rows: Sequence[Row]) -> str:
-    """SHA-256 of all fields of rows, which a reward function or verifier may read."""
-    return of_values(rows)
-
-
 def of_values(values: Any) -> str:
-    """SHA-256 of a JSON value.
+    """SHA-256 of a JSON value, such as all fields of rows, which a reward may read.
 
     Values that JSON lacks, such as a date of a Parquet file or an image of a Hugging
     Face data set, are digested by their pickle.

@@ -10,7 +10,7 @@ Both texts of a pair are in the same row, so the loss needs no other row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,7 +78,7 @@ def packed_batches(
         data without labels.
     """
     mine = share.of(batch_size)
-    collate = _Collate(rows, pad_id=pad_id, labels=labels)
+    collate = _collate(rows, pad_id=pad_id, labels=labels)
 
     def of_visits(visits: Sequence[Visit]) -> PackedPreferences:
         return collate([visits[place].row for place in mine])
@@ -119,7 +119,7 @@ def packed_in_order(
 
     Empty rows of index -1 fill up the last batch. `labels` as in `packed_batches`.
     """
-    collate = _Collate(rows, pad_id=pad_id, labels=labels)
+    collate = _collate(rows, pad_id=pad_id, labels=labels)
     places = [*range(len(rows)), *[-1] * (-len(rows) % batch_size)]
     return [
         collate(places[start : start + batch_size])
@@ -127,51 +127,39 @@ def packed_in_order(
     ]
 
 
-class _Collate:
-    """Makes a batch of the rows at some indices; -1 is a row without pairs."""
+def _collate(
+    rows: Sequence[PackedRow], *, pad_id: int, labels: Sequence[bool] | None
+) -> Callable[[Sequence[int]], PackedPreferences]:
+    """Returns a function from indices of rows to a batch; -1 is a row without pairs."""
+    every = [*rows, PackedRow((), (), (), ())]
+    width = max(len(row.tokens) for row in every)
+    most = max(len(row.places) for row in every)
 
-    def __init__(
-        self,
-        rows: Sequence[PackedRow],
-        *,
-        pad_id: int,
-        labels: Sequence[bool] | None = None,
-    ) -> None:
-        self._rows = [*rows, PackedRow((), (), (), ())]
-        self._labels = labels
-        self._pad_id = pad_id
-        self._width = max(len(row.tokens) for row in self._rows)
-        self._most = max(len(row.places) for row in self._rows)
-
-    def __call__(self, places: Sequence[int]) -> PackedPreferences:
-        rows = [self._rows[place] for place in places]
-        tokens, mask = batches.pad(
-            [row.tokens for row in rows],
-            width=self._width,
-            pad_id=self._pad_id,
-            left=False,
-        )
+    def batch(places: Sequence[int]) -> PackedPreferences:
+        rows = [every[place] for place in places]
+        texts = [row.tokens for row in rows]
+        tokens, mask = batches.pad(texts, width=width, pad_id=pad_id, left=False)
         segments: HostArray = np.zeros(mask.shape, np.int32)
         segments[mask] = np.concatenate([row.segments for row in rows])
         response_mask: HostArray = np.zeros(mask.shape, bool)
         response_mask[mask] = np.concatenate([row.response for row in rows])
         counts = np.array([len(row.places) for row in rows])
-        pairs: HostArray = np.arange(self._most)[None, :] < counts[:, None]
+        pairs: HostArray = np.arange(most)[None, :] < counts[:, None]
         index: HostArray = np.array(places, np.int32)
-        labels: HostArray = None
-        if self._labels is not None:
-            labels = np.zeros(pairs.shape, bool)
-            labels[pairs] = [
-                self._labels[place] for row in rows for place in row.places
-            ]
+        desirable: HostArray = None
+        if labels is not None:
+            desirable = np.zeros(pairs.shape, bool)
+            desirable[pairs] = [labels[place] for row in rows for place in row.places]
         return PackedPreferences(
             tokens=tokens,
             segments=segments,
             response_mask=response_mask,
             pairs=pairs,
             index=index,
-            labels=labels,
+            labels=desirable,
         )
+
+    return batch
 
 
 def _pack(

@@ -100,18 +100,6 @@ def by_prompt(rows: Sequence[Item]) -> list[list[Item]]:
     return list(groups.values())
 
 
-def shared_prompts(train: Iterable[Any], held_out: Iterable[Any]) -> int:
-    """Counts the prompts that both sides have, in time linear in their tokens.
-
-    Args:
-      train, held_out: rows, as for `hold_out`.
-    """
-    sides = [
-        {digests.of_prompt(row) for row in side} - {None} for side in (train, held_out)
-    ]
-    return len(sides[0] & sides[1])
-
-
 def numbered(prompts: Iterable[Sequence[int]]) -> list[int]:
     """Numbers prompts from 0 in the order of first appearance; equal prompts alike."""
     numbers: dict[bytes | None, int] = {}

@@ -193,18 +193,14 @@ def local_rows(batch: Any) -> Any:
         # One process has all rows, and NumPy arrays are this process's already.
         if not isinstance(leaf, Array) or leaf.is_fully_addressable:
             return leaf
-        where = _over_rows(_mesh_of(leaf), rows=leaf.shape[0])
+        before: Any = leaf.sharding  # with several processes it has a mesh
+        where = _over_rows(before.mesh, rows=leaf.shape[0])
         leaf = jax.device_put(leaf, where)
         # Replicas along `tensor` have equal rows: reads one of them.
         parts = {shard.index[0].start or 0: shard for shard in leaf.addressable_shards}
         return np.concatenate([np.asarray(parts[at].data) for at in sorted(parts)])
 
     return jax.device_get(jax.tree.map(read, batch))
-
-
-def _mesh_of(leaf: Array) -> Mesh:
-    where: Any = leaf.sharding  # with several processes it has a mesh
-    return where.mesh
 
 
 def _divided(mesh: Mesh, *, rows: int) -> NamedSharding:

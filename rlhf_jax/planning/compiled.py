@@ -73,12 +73,11 @@ def slice_of(topology: str, *, slices: int = 1) -> list[Any]:
             f"package; install the extra 'plan', or leave the topology out"
         )
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # read on loading
+    # Both cores of a v4 are one device, as on a real v4.
+    whole = {"chip_config_name": "megacore"} if topology.startswith("v4:") else {}
     try:
         description = topologies.get_topology_desc(
-            platform="tpu",
-            topology_name=topology,
-            num_slices=slices,
-            **_of_whole_chips(topology),
+            platform="tpu", topology_name=topology, num_slices=slices, **whole
         )
     except Exception as error:  # the plug-in may raise any exception
         raise InputError(
@@ -86,11 +85,6 @@ def slice_of(topology: str, *, slices: int = 1) -> list[Any]:
             f"({str(error).strip():.300}); choose another, or leave it out"
         ) from error
     return list(description.devices)
-
-
-def _of_whole_chips(topology: str) -> dict[str, str]:
-    """Options that make both cores of a v4 one device, as on a real v4."""
-    return {"chip_config_name": "megacore"} if topology.startswith("v4:") else {}
 
 
 def memory(

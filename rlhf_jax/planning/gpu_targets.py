@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from jax.experimental import topologies
 
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.planning import chips
 
 PLUGINS = ("jax-cuda13-pjrt", "jax-cuda12-pjrt")
 INSTALL = "pip install -c .ci/constraints.txt -e '.[plan-cuda]'"
@@ -24,7 +25,6 @@ INSTALL = "pip install -c .ci/constraints.txt -e '.[plan-cuda]'"
 class _Description(NamedTuple):
     """A GPU's figures, from NVIDIA's data sheets and CUDA's occupancy tables."""
 
-    name: str
     memory: int  # bytes
     bandwidth: int  # bytes per second
     capability: str
@@ -41,34 +41,28 @@ _HOPPER = ("9.0", 132, 128, 1.98, 233472, 52428800)
 _BLACKWELL = ("10.0", 148, 128, 1.965, 233472, 132644864)
 # The figures of XLA's own descriptions (`xla/backends/gpu/target_config/specs`); those
 # of L40S, H100 NVL and GH200, which it lacks, are from their data sheets.
-_DESCRIPTIONS = {
-    "a100": _Description("NVIDIA A100-SXM4-80GB", 85100068864, 2039040000000, *_AMPERE),
-    "a100-40": _Description(
-        "NVIDIA A100-SXM4-40GB", 42331013120, 1555200000000, *_AMPERE
-    ),
+_DESCRIPTIONS = {  # by the names of `chips.CHIPS`
+    "a100": _Description(85100068864, 2039040000000, *_AMPERE),
+    "a100-40": _Description(42331013120, 1555200000000, *_AMPERE),
     "l40s": _Description(  # 96 MiB of the cache of its die, AD102, are enabled
-        *("NVIDIA L40S", 47803531264, 864000000000),
-        *("8.9", 142, 128, 2.52, 102400, 100663296, 1536),
+        *(47803531264, 864000000000, "8.9"),
+        *(142, 128, 2.52, 102400, 100663296, 1536),
     ),
-    "h100": _Description("NVIDIA H100 80GB HBM3", 84942979072, 3352320000000, *_HOPPER),
+    "h100": _Description(84942979072, 3352320000000, *_HOPPER),
     "h100-pcie": _Description(
-        *("NVIDIA H100 PCIe", 84942979072, 2039040000000),
-        *("9.0", 114, 128, 1.755, 233472, 52428800),
+        *(84942979072, 2039040000000, "9.0", 114, 128, 1.755, 233472, 52428800),
     ),
     "h100-nvl": _Description(
-        *("NVIDIA H100 NVL", 94000000000, 3900000000000),
-        *("9.0", 132, 128, 1.785, 233472, 52428800),
+        *(94000000000, 3900000000000, "9.0", 132, 128, 1.785, 233472, 52428800),
     ),
-    "h200": _Description("NVIDIA H200", 151397597184, 4800000000000, *_HOPPER),
-    "gh200": _Description("NVIDIA GH200 480GB", 96000000000, 4000000000000, *_HOPPER),
-    "b200": _Description("NVIDIA B200", 191514411008, 7672320000000, *_BLACKWELL),
+    "h200": _Description(151397597184, 4800000000000, *_HOPPER),
+    "gh200": _Description(96000000000, 4000000000000, *_HOPPER),
+    "b200": _Description(191514411008, 7672320000000, *_BLACKWELL),
     "b300": _Description(
-        *("NVIDIA B300 SXM6 AC", 297021865984, 7936000000000),
-        *("10.3", 158, 128, 1.965, 233472, 135528448),
+        *(297021865984, 7936000000000, "10.3", 158, 128, 1.965, 233472, 135528448),
     ),
     "gb200": _Description(
-        *("NVIDIA GB200", 197897748480, 7928064000000),
-        *("10.0", 152, 128, 2.062, 233472, 135528448),
+        *(197897748480, 7928064000000, "10.0", 152, 128, 2.062, 233472, 135528448),
     ),
 }
 
@@ -112,11 +106,10 @@ def devices(topology: str) -> list[Any]:
             f"{topology!r}, got no such package; install the extra 'plan-cuda' "
             f"({INSTALL}); no GPU is needed"
         )
-    described = _DESCRIPTIONS[topology.partition(":")[0]]
     try:
         description = topologies.get_topology_desc(
             platform="cuda",
-            target_config=_config(described),
+            target_config=_config(topology.partition(":")[0]),
             topology=f"{nodes}x1x{gpus}",
         )
     except NotImplementedError:  # the plug-in looked for a GPU when JAX started
@@ -138,8 +131,9 @@ def _shape(topology: str) -> tuple[int, int]:
     return int(shape[1]), int(shape[2])
 
 
-def _config(gpu: _Description) -> str:
+def _config(name: str) -> str:
     """The description in the text form of XLA's GpuTargetConfigProto."""
+    gpu = _DESCRIPTIONS[name]
     major, minor = gpu.capability.split(".")
     return f"""
 gpu_device_info {{
@@ -156,5 +150,5 @@ gpu_device_info {{
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}
 runtime_version {{ major: 13 }}
-device_description_str: "{gpu.name}"
+device_description_str: "{chips.CHIPS[name].kind}"
 """

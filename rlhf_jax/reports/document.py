@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from importlib import resources
 from pathlib import Path
@@ -67,8 +68,7 @@ def written(data: Any) -> int:
 
 def escaped(text: str) -> str:
     """Returns text escaped for HTML."""
-    text = _whole(text).replace("&", "&amp;")
-    return text.replace("<", "&lt;").replace(">", "&gt;")
+    return html.escape(_whole(text), quote=False)
 
 
 def _whole(text: str) -> str:

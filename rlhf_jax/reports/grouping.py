@@ -47,7 +47,9 @@ def grouped(runs: Sequence[Run]) -> Groups:
     options = tuple(name for name in differing(firsts) if name != SEED)
     groups = [
         Group(
-            name=_name(options, config=first) or _folder(runs[numbers[0]]),
+            # The folder, without a last part that only names the seed.
+            name=_name(options, config=first)
+            or without_seed(runs[numbers[0]].name.split("/")),
             runs=tuple(numbers),
             values=tuple(shown(first.get(name)) for name in options),
         )
@@ -109,8 +111,3 @@ def _name(options: Sequence[str], *, config: Mapping[str, Any]) -> str:
         for option in options
     )
     return name if len(name) <= LONGEST else ""
-
-
-def _folder(run: Run) -> str:
-    """The name of a run's folder, without a last part that only names the seed."""
-    return without_seed(run.name.split("/"))

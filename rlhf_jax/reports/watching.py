@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.server
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,19 +86,6 @@ class Server(http.server.ThreadingHTTPServer):
     def address(self) -> str:
         """The address for a browser."""
         return f"http://{HOST}:{self.server_port}/"
-
-
-@contextlib.contextmanager
-def serving(source: Source, *, port: int) -> Iterator[Server]:
-    """Serves in a separate thread while the body runs."""
-    with Server(source, port=port) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
 
 
 class Handler(http.server.BaseHTTPRequestHandler):

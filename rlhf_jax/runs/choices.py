@@ -29,10 +29,10 @@ from tyro.constructors import (
     PrimitiveTypeInfo,
 )
 
+from rlhf_jax.devices import mesh_shape
 from rlhf_jax.functional.checks import InputError
 
 TRUTH = {"true": True, "false": False}
-MESH_AXES = ("dcn", "data", "fsdp", "tensor", "context", "expert")  # keys in a value
 
 
 REGISTRY = ConstructorRegistry()
@@ -192,7 +192,7 @@ def split(
     words = re.split(rf",(?=(?:{pattern})=)", written)
     for word in words:
         for other in re.findall(r",([\w-]+)=", word):
-            if other not in MESH_AXES:
+            if other not in mesh_shape.AXES:
                 either = ", ".join(known if own is None else own) or "no key"
                 raise InputError(
                     f"{written!r}: expected {either} before an equals sign, got "

@@ -121,20 +121,19 @@ def _open(config: RunConfig) -> None:
     check_run(config)
     out, path = config.out, config.out / CONFIG
     if _contents(out):
-        began_with = recorded(path)["versions"]
+        before = recorded(path)
         for name, now in versions().items():
-            if began_with.get(name, now) != now:
+            if (then := before["versions"].get(name, now)) != now:
                 print(
-                    f"warning: this run began with {name} {began_with.get(name)} and "
-                    f"goes on with {now}; its numbers may differ in the last bits",
+                    f"warning: this run began with {name} {then} and goes on with "
+                    f"{now}; its numbers may differ in the last bits",
                     file=sys.stderr,
                 )
         fields = to_json(config)
-        for before, names in _changes(config):
-            resume.tell_changes(before, fields, names)
-        recorded_config = read_config(path)
-        if resume.differing(recorded_config, fields, but=frozenset(MAY_DIFFER)):
-            write_json(path, recorded(path) | {"config": fields})
+        for snapshot, names in _changes(config):
+            resume.tell_changes(snapshot, fields, names)
+        if resume.differing(before["config"], fields, but=frozenset(MAY_DIFFER)):
+            write_json(path, before | {"config": fields})
         return
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -136,34 +136,27 @@ def of_json(
 
 def expression(text: str, source: Source) -> ast.expr:
     """Parses a Python expression without evaluating it; raises InputError."""
-    read = _expression(text)
-    if isinstance(read, str):
-        raise source.refusal(read)
-    return read
-
-
-def _expression(text: str) -> ast.expr | str:
-    """The parsed expression, or the reason why it is refused."""
     if len(text) > MAX_EXPRESSION:
-        return f"{len(text)} characters, more than {MAX_EXPRESSION}"
+        raise source.refusal(f"{len(text)} characters, more than {MAX_EXPRESSION}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the compiler's, such as about "1is 2"
             tree = ast.parse(text, mode="eval").body
     except SyntaxError as error:
-        return str(error.msg).partition(";")[0]
+        raise source.refusal(str(error.msg).partition(";")[0]) from None
     # The compiler has its own limit on depth; a NUL raises ValueError.
     except (ValueError, RecursionError, MemoryError) as error:
-        return str(error) or "more operations than Python reads"
+        got = str(error) or "more operations than Python reads"
+        raise source.refusal(got) from None
     level: list[ast.AST] = [tree]
     for _ in range(MAX_DEPTH):
         for node in level:
             if isinstance(node, ast.Constant) and (why := _of_leaf(node.value)):
-                return f"one {why}"
+                raise source.refusal(f"one {why}")
         level = [inner for node in level for inner in ast.iter_child_nodes(node)]
         if not level:
             return tree
-    return f"operations nested deeper than {MAX_DEPTH}"
+    raise source.refusal(f"operations nested deeper than {MAX_DEPTH}")
 
 
 def fault(

@@ -1,7 +1,8 @@
-"""Progress of long work before a run begins, such as reading and encoding its rows.
+"""Progress of a run's stages, and of long work before it, such as encoding its rows.
 
-A terminal shows a bar on stderr once the work has taken a second. Other outputs get a
-line every ten seconds. Shorter work shows nothing.
+`Progress` shows the steps of a run, and `track` other work: a terminal shows a bar on
+stderr once it has taken a second. Other outputs get a line every ten seconds. Shorter
+work shows nothing.
 
     train.jsonl: rows as tokens ━━━━━━━━━━━━ 122880/200000 0:00:07
 """
@@ -10,20 +11,102 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 from rich import progress
 from rich.console import Console
+from rich.text import Text
+
+from rlhf_jax.runs import alarms, report
+from rlhf_jax.runs.alarms import Alarm
+from rlhf_jax.runs.metrics import Row
 
 Item = TypeVar("Item")
 
 SECONDS_BEFORE_A_BAR = 1.0
 SECONDS_BETWEEN_LINES = 10.0
 BATCH = 4096  # rows processed at once, which bounds the memory needed
+SHOWN = (
+    *("loss/language_model", "loss/pairwise", "pairwise/accuracy", "loss/dpo"),
+    *("dpo/accuracy", "dpo/margin", "objective/scores", "objective/kl"),
+    *("objective/kl_coef", "response/length", "response/taught"),
+)
 
 _hidden: contextvars.ContextVar[bool] = contextvars.ContextVar("hidden", default=False)
+
+
+class Progress:
+    """A sink of `metrics.Recorder`: one bar per stage, the time left, and main metrics.
+
+    An output that is not a terminal gets a line every few seconds, and one at the end
+    of each stage. An alarm is printed in full when it begins, and named while active.
+    """
+
+    def __init__(
+        self,
+        num_steps: Mapping[str, int],
+        *,
+        shown: Sequence[str] = SHOWN,
+        seconds_between_lines: float = SECONDS_BETWEEN_LINES,
+        console: Console | None = None,
+    ) -> None:
+        """Takes {stage: number of steps}, and the names of the metrics to show."""
+        self._num_steps = num_steps
+        self._shown = shown
+        self._between = seconds_between_lines
+        self._console = console or Console()
+        self._bars = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(bar_width=12),
+            progress.MofNCompleteColumn(),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.fields[numbers]}", markup=False),
+            console=self._console,
+            speed_estimate_period=600.0,
+        )
+
+    def begin(self, stage: str, step: int) -> None:
+        """Starts the stage's bar at `step`."""
+        if self._console.is_terminal:
+            self._bars.start()
+        self._bar = self._bars.add_task(
+            stage, total=self._num_steps[stage], completed=step, numbers=""
+        )
+        self._last_line = -math.inf
+
+    def write(
+        self, stage: str, step: int, row: Row, active: Sequence[Alarm] = ()
+    ) -> None:
+        """Prints alarms that begin at this step, and shows its values on the bar."""
+        for alarm in alarms.begun(active, step=step):
+            line = f"ALARM {stage} step {step}: {alarm.name}: {alarm.message}"
+            self._console.print(Text(line, style="bold red"), soft_wrap=True)
+        shown = [
+            f"{name.rpartition('/')[-1]} {report.cell(row[name], of=name)}"
+            for name in self._shown
+            if name in row
+        ]
+        if active:
+            shown.append(f"ALARM {' '.join(alarm.name for alarm in active)}")
+        numbers = "  ".join(shown)
+        self._bars.update(self._bar, completed=step + 1, numbers=numbers)
+        now, ended = time.monotonic(), step + 1 == self._num_steps[stage]
+        due = ended or now - self._last_line >= self._between
+        if due and not self._console.is_terminal:
+            self._last_line = now
+            left = self._bars.tasks[self._bar].time_remaining
+            wait = f"  {timedelta(seconds=left)} left" if left else ""
+            count = f"{step + 1}/{self._num_steps[stage]}"
+            self._console.out(f"{stage} {count}{wait}  {numbers}", highlight=False)
+
+    def close(self) -> None:
+        """Stops the live display."""
+        if self._console.is_terminal:
+            self._bars.stop()
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What a run prints: progress, tables, and the placement of its models."""
+"""What a run prints: tables, and the placement of its models."""
 
 from __future__ import annotations
 
@@ -7,34 +7,20 @@ import math
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from rich import progress
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlhf_jax.devices import processes
 from rlhf_jax.models import axes, layout, leaves
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.runs import alarms
-from rlhf_jax.runs.alarms import Alarm
-from rlhf_jax.runs.metrics import Row, Sink
-from rlhf_jax.runs.run_config import RunConfig
 
 PyTree = Any
-SHOWN = (
-    *("loss/language_model", "loss/pairwise", "pairwise/accuracy", "loss/dpo"),
-    *("dpo/accuracy", "dpo/margin", "objective/scores", "objective/kl"),
-    *("objective/kl_coef", "response/length", "response/taught"),
-)
-
-
 # Names of KL metrics, and the rounding error of a KL, since log-probs are float32.
 KL = re.compile(r"(?<![a-z])kl(?!_coef|[a-z])", re.IGNORECASE)
 KL_ROUNDING = 1e-6  # nats
@@ -42,93 +28,6 @@ KL_ROUNDING = 1e-6  # nats
 VOCABULARY_TABLES = (
     *("['embed']['tokens']", "['embed']['per_layer']", "['head']['kernel']"),
 )
-
-
-class Progress:
-    """A sink of `metrics.Recorder`: one bar per stage, the time left, and main metrics.
-
-    An output that is not a terminal gets a line every few seconds, and one at the end
-    of each stage. An alarm is printed in full when it begins, and named while active.
-    """
-
-    def __init__(
-        self,
-        num_steps: Mapping[str, int],
-        *,
-        shown: Sequence[str] = SHOWN,
-        seconds_between_lines: float = 10.0,
-        console: Console | None = None,
-    ) -> None:
-        """Takes {stage: number of steps}, and the names of the metrics to show."""
-        self._num_steps = num_steps
-        self._shown = shown
-        self._between = seconds_between_lines
-        self._console = console or Console()
-        self._bars = progress.Progress(
-            progress.TextColumn("{task.description}"),
-            progress.BarColumn(bar_width=12),
-            progress.MofNCompleteColumn(),
-            progress.TimeRemainingColumn(),
-            progress.TextColumn("{task.fields[numbers]}", markup=False),
-            console=self._console,
-            speed_estimate_period=600.0,
-        )
-
-    def begin(self, stage: str, step: int) -> None:
-        """Starts the stage's bar at `step`."""
-        if self._console.is_terminal:
-            self._bars.start()
-        self._bar = self._bars.add_task(
-            stage, total=self._num_steps[stage], completed=step, numbers=""
-        )
-        self._last_line = -math.inf
-
-    def write(
-        self, stage: str, step: int, row: Row, active: Sequence[Alarm] = ()
-    ) -> None:
-        """Prints alarms that begin at this step, and shows its values on the bar."""
-        for alarm in alarms.begun(active, step=step):
-            line = f"ALARM {stage} step {step}: {alarm.name}: {alarm.message}"
-            self._console.print(Text(line, style="bold red"), soft_wrap=True)
-        shown = [
-            f"{name.rpartition('/')[-1]} {_cell(row[name], of=name)}"
-            for name in self._shown
-            if name in row
-        ]
-        if active:
-            shown.append(f"ALARM {' '.join(alarm.name for alarm in active)}")
-        numbers = "  ".join(shown)
-        self._bars.update(self._bar, completed=step + 1, numbers=numbers)
-        now, ended = time.monotonic(), step + 1 == self._num_steps[stage]
-        due = ended or now - self._last_line >= self._between
-        if due and not self._console.is_terminal:
-            self._last_line = now
-            left = self._bars.tasks[self._bar].time_remaining
-            wait = f"  {timedelta(seconds=left)} left" if left else ""
-            count = f"{step + 1}/{self._num_steps[stage]}"
-            self._console.out(f"{stage} {count}{wait}  {numbers}", highlight=False)
-
-    def close(self) -> None:
-        """Stops the live display."""
-        if self._console.is_terminal:
-            self._bars.stop()
-
-
-def sinks(config: RunConfig, *, num_steps: Mapping[str, int]) -> list[Sink]:
-    """Opens the sinks of `metrics.Recorder` that a config asks for.
-
-    `num_steps` is {stage: number of steps}. Only the first process has sinks.
-    """
-    chosen: list[Sink] = []
-    if not processes.is_first():
-        return chosen
-    if config.progress:
-        chosen.append(Progress(num_steps))
-    if config.loggers:
-        from rlhf_jax.runs import loggers  # few runs need it
-
-        chosen += loggers.chosen(config)
-    return chosen
 
 
 @contextlib.contextmanager
@@ -154,7 +53,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
     console = Console()
     cells = [
         [
-            _cell(value, of=f"{row[0]} {name}")
+            cell(value, of=f"{row[0]} {name}")
             for name, value in zip(columns, row, strict=True)
         ]
         for row in rows
@@ -299,7 +198,8 @@ def resolved(value: float, *, of: str) -> float:
     return 0.0 if abs(value) < KL_ROUNDING and KL.search(of) else value
 
 
-def _cell(value: Any, *, of: str) -> str:
+def cell(value: Any, *, of: str) -> str:
+    """Returns a value for display; `of` names it for `resolved`."""
     match value:
         case None:
             return "—"

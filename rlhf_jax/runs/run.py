@@ -23,20 +23,15 @@ import jax
 from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.runs import (
-    alarms,
-    command_line,
-    lock,
-    metrics,
-    receipt,
-    report,
-)
+from rlhf_jax.runs import alarms, command_line, lock, metrics, receipt
 from rlhf_jax.runs.folder import open_run, versions
+from rlhf_jax.runs.metrics import Sink
 from rlhf_jax.runs.profile import Window
+from rlhf_jax.runs.progress import Progress
 from rlhf_jax.runs.run_config import RunConfig
 from rlhf_jax.runs.snapshots import proof, resume
 from rlhf_jax.runs.stage import Stage
-from rlhf_jax.runs.stops import deadline
+from rlhf_jax.runs.stops import Deadline
 
 if TYPE_CHECKING:
     from rlhf_jax.runs.profile.profiler import Profiler
@@ -94,7 +89,7 @@ class Run:
             loggers.check(config)
         self.deadline = None
         if stop_timeout is not None and jax.process_count() == 1:
-            self.deadline = deadline.Deadline(stop_timeout)
+            self.deadline = Deadline(stop_timeout)
         self.config = config
         self.num_steps = num_steps
         self._lock = contextlib.ExitStack()
@@ -109,7 +104,7 @@ class Run:
                 receipt.tell(data)
             self.record = metrics.Recorder(
                 self.folder,
-                sinks=report.sinks(config, num_steps=num_steps),
+                sinks=sinks(config, num_steps=num_steps),
                 check=check,
                 stops=stops,
                 accept_lost_rows=config.accept_lost_rows,
@@ -198,3 +193,20 @@ class Run:
         """
         frozen = proof.Proof(state, beside=beside or {}, moving=moving)
         return Stage(self, name, state, meta=meta, frozen=frozen)
+
+
+def sinks(config: RunConfig, *, num_steps: Mapping[str, int]) -> list[Sink]:
+    """Opens the sinks of `metrics.Recorder` that a config asks for.
+
+    `num_steps` is {stage: number of steps}. Only the first process has sinks.
+    """
+    chosen: list[Sink] = []
+    if not processes.is_first():
+        return chosen
+    if config.progress:
+        chosen.append(Progress(num_steps))
+    if config.loggers:
+        from rlhf_jax.runs import loggers  # few runs need it
+
+        chosen += loggers.chosen(config)
+    return chosen

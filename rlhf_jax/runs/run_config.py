@@ -10,7 +10,7 @@ import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rlhf_jax.extensions import entry_points
 from rlhf_jax.functional import checks
@@ -103,19 +103,6 @@ MAY_DIFFER |= {
     for role in ("reference", "reward")
     for field in ("devices", "mesh")
 }
-Config = TypeVar("Config", bound=RunConfig)
-
-
-def option_names(config_class: type[Any], *, prefix: str = "") -> set[str]:
-    """Returns the names of a config's fields; in a group, "placement.sampler"."""
-    hints = typing.get_type_hints(config_class)
-    names: set[str] = set()
-    for field in dataclasses.fields(config_class):
-        name, group = f"{prefix}{field.name}", _group(hints[field.name])
-        names.add(name)
-        if dataclasses.is_dataclass(group):
-            names |= option_names(typing.cast(Any, group), prefix=f"{name}.")
-    return names
 
 
 def to_json(config: RunConfig) -> dict[str, Any]:
@@ -167,22 +154,6 @@ def _is_finite(value: Any) -> bool:
     return all(math.isfinite(n) for n in numbers if type(n) is float)
 
 
-def from_json(
-    config_class: type[Config], fields: Mapping[str, Any], *, source: Path
-) -> Config:
-    """Returns the config whose `to_json` is `fields`.
-
-    Raises:
-      InputError: fields are unknown, missing or mistyped; the message names them all.
-    """
-    values, wrong = _decode_fields(
-        fields, config_class, prefix="", whole=True, made=True
-    )
-    if wrong:
-        raise _misfit(source, wrong)
-    return config_class(**values)
-
-
 def arguments(
     config_class: type[Any],
     fields: Mapping[str, Any],
@@ -200,11 +171,14 @@ def arguments(
     Raises:
       InputError: fields are unknown or mistyped; the message names them all.
     """
-    values, wrong = _decode_fields(
-        fields, config_class, prefix="", whole=False, made=False
-    )
+    values, wrong = _decode_fields(fields, config_class, prefix="", made=False)
     if wrong:
-        raise _misfit(source, [_with_successor(line, renamed or {}) for line in wrong])
+        lines = sorted(_with_successor(line, renamed or {}) for line in wrong)
+        raise InputError(
+            f"{source} does not fit the options of this command:\n"
+            + "\n".join(lines)
+            + "\ncorrect the file, or give the options without it"
+        )
     return _arguments(config_class, values, prefix="--")
 
 
@@ -231,14 +205,6 @@ def _arguments(kind: Any, values: Mapping[str, Any], *, prefix: str) -> list[str
     return words
 
 
-def _misfit(source: Path, wrong: list[str]) -> InputError:
-    return InputError(
-        f"{source} does not fit the options of this command:\n"
-        + "\n".join(sorted(wrong))
-        + "\ncorrect the file, or give the options without it"
-    )
-
-
 def _with_successor(line: str, renamed: Mapping[str, str]) -> str:
     """Adds the present option to the line about a field that was renamed."""
     path, _, fault = line.strip().partition(": ")
@@ -251,27 +217,24 @@ def _with_successor(line: str, renamed: Mapping[str, str]) -> str:
 
 
 def _decode_fields(
-    fields: Mapping[str, Any], kind: Any, *, prefix: str, whole: bool, made: bool
+    fields: Mapping[str, Any], kind: Any, *, prefix: str, made: bool
 ) -> tuple[dict[str, Any], list[str]]:
     """Decodes the fields of a dataclass and its groups: {name: value}, and the faults.
 
     Args:
-      whole: whether every field is required.
       made: whether groups become records; otherwise they stay dicts of their fields.
     """
     hints = typing.get_type_hints(kind, include_extras=True)
     kinds = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
     values: dict[str, Any] = {}
     wrong = [f"  {prefix}{name}: unknown" for name in fields.keys() - kinds.keys()]
-    if whole:
-        wrong += [f"  {prefix}{name}: missing" for name in kinds.keys() - fields.keys()]
     for name in (name for name in kinds if name in fields):
         bare, value = choices.bare(kinds[name]), fields[name]
         group = _group(bare)
         if dataclasses.is_dataclass(group) and isinstance(value, Mapping):
             record = made or choices.spec_of(kinds[name]) is not None
             inner, amiss = _decode_fields(
-                value, group, prefix=f"{prefix}{name}.", whole=whole, made=record
+                value, group, prefix=f"{prefix}{name}.", made=record
             )
             wrong += amiss
             if not amiss:
@@ -359,13 +322,13 @@ def _record(fields: Mapping[str, Any], kind: Any) -> Any:
             f"expected {expected} with {choices.name_of(kind)}, got "
             f"{', '.join(unknown)}"
         )
-    values, wrong = _decode_fields(fields, kind, prefix="", whole=False, made=True)
-    nested: list[str] = []
+    values, wrong = _decode_fields(fields, kind, prefix="", made=True)
+    made = None
     if not wrong:
         try:
-            made = _made(kind, values, nested)
+            made = _made(kind, values, wrong)
         except InputError as error:  # a value is out of its range
             raise TypeError(str(error)) from error
-        if not nested:
-            return made
-    raise TypeError("; ".join(fault.strip() for fault in [*wrong, *nested]))
+    if wrong:
+        raise TypeError("; ".join(fault.strip() for fault in wrong))
+    return made

@@ -11,8 +11,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from rlhf_jax.runs.run import Run
 
 PyTree = Any
+Meta = Mapping[str, Any]  # of a snapshot
 MAX_SKIPPED = 5  # updates in a row without a finite gradient that stop a run
 # The metrics that count skipped updates, and what the message adds about each. The
 # second one counts those of the critic.
@@ -98,41 +98,29 @@ class Stage:
         name: str,
         state: PyTree,
         *,
-        meta: Mapping[str, Any],
+        meta: Meta,
         frozen: proof.Proof,
     ) -> None:
         processes.agree(f"the data of {name}", json.dumps(meta, sort_keys=True))
-        self._run = run
-        self._frozen = frozen
+        self._run, self._name, self._frozen = run, name, frozen
         self._num_steps = run.num_steps[name]
         config = to_json(run.config)
         self._meta = {**meta, "config": config, "versions": run.versions}
-        self._name = name
-        folder = run.folder / "snapshots" / name
+        self._folder = run.folder / "snapshots" / name
         sync = mirror.syncing(run.folder)
         keep = run.config.keep_snapshots
-        self._snapshots = Snapshots(folder, keep=keep, then=sync)
-        begun = begin(
-            name,
-            state,
-            snapshots=self._snapshots,
-            folder=folder,
-            meta=meta,
-            frozen=frozen,
-            resume_from=run.resume_from,
-            is_newest_stage=run.is_newest(name),
-        )
-        if begun.went_back:
-            run.resume_from = None
-        self.state, self.start = begun.state, begun.step
+        self._snapshots = Snapshots(self._folder, keep=keep, then=sync)
+        self.state, self.start = state, 0
+        saved = self._begin(meta)
         self._whole = self._copy(self.start)
         self._options: dict[str, Sum] = {}
         if processes.is_first():
             self._options = run_files.of_options(run.folder)
-        of_files = begun.files
+        sums = saved.get(run_files.FILES, {})
         if not run.began_data:
-            check_data(run.folder, self._options, of_files, snapshot=self.start)
-        run.record.begin(name, step=self.start, rows=begun.rows, sums_of_rows=of_files)
+            self._check_data(sums)
+        rows = saved.get(ROWS)
+        run.record.begin(name, step=self.start, rows=rows, sums_of_rows=sums)
         sync()
 
     def __enter__(self) -> Self:
@@ -242,115 +230,78 @@ class Stage:
             f"{saved}; {command_line.go_on(config)}"
         )
 
+    def _begin(self, meta: Meta) -> Meta:
+        """Restores the state from a snapshot, or begins with that of the start.
 
-class Beginning(NamedTuple):
-    """The step and state that a stage begins with."""
+        Returns:
+          The meta of the snapshot, {} at the start.
+        """
+        newest, back = self._snapshots.latest() or 0, self._run.resume_from
+        if back is not None and (newest == 0 or self._run.is_newest(self._name)):
+            return self._go_back(back, meta)
+        if newest == 0:
+            self._frozen.check(self.state)
+            return {}
+        try:
+            saved = self._restore(newest, meta)
+        except DamagedError as damage:
+            if back is None:
+                raise DamagedError(f"{damage}\n{self._way_back(newest)}") from None
+            return self._go_back(back, meta)
+        if saved.get(run_files.FILES):  # older versions saved no sums of files
+            self._snapshots.complete(newest)
+        return saved
 
-    step: int  # number of the snapshot, 0 for the start of the stage
-    state: PyTree
-    rows: Mapping[str, int] | None  # number by JSONL file; None if not known
-    went_back: bool = False  # whether --resume-from chose an older snapshot
-    files: Mapping[str, Sum] = {}  # sums of files; empty if not known
-
-
-def begin(
-    name: str,
-    state: PyTree,
-    *,
-    snapshots: Snapshots,
-    folder: Path,
-    meta: Mapping[str, Any],
-    frozen: proof.Proof,
-    resume_from: int | None,
-    is_newest_stage: bool,
-) -> Beginning:
-    """Restores a stage from a snapshot, or begins it with its `state`.
-
-    The meta must equal that of the snapshot, and the frozen models are verified.
-
-    Args:
-      resume_from: number of the snapshot to restore, 0 for the start of the stage;
-        None restores the newest one.
-      is_newest_stage: whether no later stage has a snapshot.
-
-    Raises:
-      InputError: there is no such snapshot, or its meta differs.
-      ReferenceMovedError: a frozen model is not what was frozen.
-      DamagedError: the newest snapshot is damaged, and `resume_from` is None. The
-        message names the newest one that is whole.
-    """
-
-    def restored(step: int, *, went_back: bool) -> Beginning:
-        arrays, saved = snapshots.restore(step, like=state)
-        where = f"snapshot {step} of {name}"
-        resume.check_meta(saved, meta, where=where)
-        frozen.check_resumed(saved[proof.META], arrays, where=where)
-        files = saved.get(run_files.FILES, {})
-        if files and not went_back:  # older versions saved no lists of files
-            snapshots.complete(step)
-        return Beginning(step, arrays, saved.get(ROWS), went_back, files)
-
-    def gone_back(step: int) -> Beginning:
-        steps = (0, *snapshots.steps())
-        checks.one_of(among=steps, **{f"--resume-from, a snapshot of {name}": step})
+    def _go_back(self, step: int, meta: Meta) -> Meta:
+        """Begins at an older snapshot, or 0 for the start; sets newer ones aside."""
+        steps = (0, *self._snapshots.steps())
+        checks.one_of(
+            among=steps, **{f"--resume-from, a snapshot of {self._name}": step}
+        )
+        saved: Meta = {}
         if step == 0:
-            frozen.check(state)
-            beginning = Beginning(0, state, None, went_back=True)
+            self._frozen.check(self.state)
         else:
-            beginning = restored(step, went_back=True)
-        for path in snapshots.set_aside(after=step):
+            saved = self._restore(step, meta)
+        for path in self._snapshots.set_aside(after=step):
             print(
-                f"note: {name} goes on from snapshot {step}; a newer one is set aside "
-                f"as {path}, delete it when it is of no more use",
+                f"note: {self._name} goes on from snapshot {step}; a newer one is set "
+                f"aside as {path}, delete it when it is of no more use",
                 file=sys.stderr,
             )
-        return beginning
+        self._run.resume_from = None
+        return saved
 
-    newest = snapshots.latest() or 0
-    if resume_from is not None and (newest == 0 or is_newest_stage):
-        return gone_back(resume_from)
-    if newest == 0:
-        frozen.check(state)
-        return Beginning(0, state, None)
-    try:
-        return restored(newest, went_back=False)
-    except DamagedError as damage:
-        if resume_from is None:
-            way_back = _way_back(name, snapshots, folder, newest=newest)
-            raise DamagedError(f"{damage}\n{way_back}") from None
-        return gone_back(resume_from)
+    def _restore(self, step: int, meta: Meta) -> Meta:
+        """Restores a snapshot, if it has this meta and these frozen models."""
+        arrays, saved = self._snapshots.restore(step, like=self.state)
+        where = f"snapshot {step} of {self._name}"
+        resume.check_meta(saved, meta, where=where)
+        self._frozen.check_resumed(saved[proof.META], arrays, where=where)
+        self.state, self.start = arrays, step
+        return saved
 
-
-def check_data(
-    folder: Path, now: Mapping[str, Sum], saved: Mapping[str, Sum], *, snapshot: int
-) -> None:
-    """Checks that data.json, the receipt of the run's first start, has not changed.
-
-    Args:
-      now, saved: sums of files, at the start of this process and in the snapshot.
-
-    Raises:
-      InputError: data.json has changed.
-    """
-    name = receipt.NAME
-    if name in now and saved.get(name, now[name]) != now[name]:
-        raise InputError(
-            f"{folder / name}: expected the file that snapshot {snapshot} was saved "
-            f"with, got another; put it back, or remove it to have it written again"
+    def _way_back(self, newest: int) -> str:
+        """Says which older snapshot to resume from, if the newest is damaged."""
+        for step in reversed([n for n in self._snapshots.steps() if n < newest]):
+            checked = files.check(self._folder, step)
+            if checked.damage is None:
+                return (
+                    f"snapshot {step} of {self._name} is {checked.verdict}: go on from "
+                    f"it with --resume-from {step} instead of --resume; what came "
+                    f"after it is computed again, with the same numbers"
+                )
+        return (
+            f"no older snapshot of {self._name} is whole: start the stage again with "
+            f"--resume-from 0 instead of --resume"
         )
 
-
-def _way_back(name: str, snapshots: Snapshots, folder: Path, *, newest: int) -> str:
-    """Says which older snapshot to resume from, in the message about a damaged one."""
-    for step in reversed([n for n in snapshots.steps() if n < newest]):
-        checked = files.check(folder, step)
-        if checked.damage is None:
-            return (
-                f"snapshot {step} of {name} is {checked.verdict}: go on from it "
-                f"with --resume-from {step} instead of --resume; what came after "
-                f"it is computed again, with the same numbers"
+    def _check_data(self, saved: Mapping[str, Sum]) -> None:
+        """Raises InputError if data.json is not that of the snapshot's sums."""
+        name, now = receipt.NAME, self._options
+        if name in now and saved.get(name, now[name]) != now[name]:
+            raise InputError(
+                f"{self._run.folder / name}: expected the file that snapshot "
+                f"{self.start} was saved with, got another; put it back, or remove it "
+                f"to have it written again"
             )
-    return (
-        f"no older snapshot of {name} is whole: start the stage again with "
-        f"--resume-from 0 instead of --resume"
-    )

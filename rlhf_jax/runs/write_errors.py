@@ -146,7 +146,7 @@ def safe(folder: Path) -> str:
     """Names the snapshots and rows of a run folder that a failed write left whole."""
     parts = [
         f"snapshot {newest} of {stage.name}"
-        for stage in sorted((folder / "snapshots").glob("*"))
+        for stage in resume.stages(folder)
         if (newest := resume.newest(stage))
     ]
     if not parts:

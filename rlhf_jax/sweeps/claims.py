@@ -97,7 +97,7 @@ def seeds_needed(answered: Answered) -> int | None:
     """
     if answered.interval is None or answered.difference is None:
         return None
-    half = (answered.interval.high - answered.interval.low) / 2
+    half = answered.interval.half
     if half == 0:
         return FEW
     # Half-widths for s = 1 decrease with N; the first one below |m|/s is needed.

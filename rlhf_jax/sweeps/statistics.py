@@ -32,6 +32,11 @@ class Interval(NamedTuple):
     low: float
     high: float
 
+    @property
+    def half(self) -> float:
+        """Half of its width."""
+        return (self.high - self.low) / 2
+
 
 class Estimate(NamedTuple):
     """Estimates of a mean over seeds."""
@@ -74,8 +79,7 @@ def of_mean(values: Floats) -> Interval | None:
 
 def half_width(deviation: float, *, seeds: int) -> float:
     """Returns half of the t interval of a mean, t(0.975, n - 1)·s/√n, for n ≥ 2."""
-    quantile = stats.t.ppf((1 + CONFIDENCE) / 2, seeds - 1)
-    return float(quantile * deviation / np.sqrt(seeds))
+    return float(_quantile(seeds) * deviation / np.sqrt(seeds))
 
 
 def of_iqm(values: Floats) -> Interval:

@@ -9,7 +9,7 @@ from rlhf_jax.devices import processes
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.roles.reference import frozen
-from rlhf_jax.runs import drift_report, metrics, plots, report, run
+from rlhf_jax.runs import metrics, plots, report, run
 from rlhf_jax.train.build import Models
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.programs import Programs
@@ -94,8 +94,8 @@ def conclude(
         }
     if reference is not None and reference.model is None:  # of the policy's shape
         moved = processes.whole(programs.drift(trained, reference))
-        drift_report.table(moved)
-        drift_report.plots(job.folder, moved)
+        plots.drift_table(moved)
+        plots.draw_drift(job.folder, moved)
         summary["drift_relative"] = float(moved["relative"])
         print(f"policy moved, relative weight drift {moved['relative']:.3g}")
     if config.staleness:

@@ -156,7 +156,7 @@ def read_data(
     if data.of_teacher is not None:
         meta["teacher_digest"] = digests.of_tokens(data.of_teacher)
     if pools.reads_rows or watch.judge is not None or config.sampler.environment:
-        meta["rows_digest"] = digests.of_rows(data.rows)  # user functions read rows
+        meta["rows_digest"] = digests.of_values(data.rows)  # user functions read rows
     if (
         pools.reads_prompts or watch.judge is not None
     ) and not config.sampler.environment:

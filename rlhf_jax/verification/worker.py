@@ -26,7 +26,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Any, NamedTuple, TypeVar
 
 from rlhf_jax.roles.rewards import verifiers
-from rlhf_jax.runs.stops import dropped
+from rlhf_jax.runs import stops
 
 GRACE_SECONDS = 2.0  # time for a worker to end by itself
 Result = TypeVar("Result")
@@ -169,7 +169,7 @@ def _prepare(pickled: bytes) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     signal.signal(signal.SIGTERM, _terminate)
-    dropped.sent_again({Terminated: signal.SIGTERM})
+    stops.sent_again({Terminated: signal.SIGTERM})
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with contextlib.suppress(BaseException):  # the first call reports it
         _loaded(pickled)

@@ -81,7 +81,7 @@ def test_every_number_is_read_whole_and_in_part(packed):
         (slice(None), slice(20, 50), slice(0, 64)),
         (slice(0, 1), slice(64, 64), slice(None)),
     ):
-        part = tensors(name)[window].astype(np.float64)
+        part = tensors.read(name, window).astype(np.float64)
         np.testing.assert_array_equal(part, expected[name][window])
 
 

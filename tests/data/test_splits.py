@@ -79,7 +79,6 @@ def test_no_prompt_is_on_both_sides_and_the_share_is_near(prompts, share, seed):
     assert held_out
     sides = [{row.prompt[1] for row in side} for side in (training, held_out)]
     assert not sides[0] & sides[1]
-    assert splits.shared_prompts(training, held_out) == 0
     # No other single prompt would bring it nearer.
     expected = share * len(rows)
     off = abs(len(held_out) - expected)
@@ -112,11 +111,9 @@ def test_a_prompt_is_found_in_each_kind_of_row():
         "prompts": [[1, 2, 3], np.array([1, 2, 3])],
     }
     for name, rows in kinds.items():
-        assert splits.shared_prompts(rows[:1], rows[1:]) == 1, name
         assert len(splits.by_prompt(rows)) == 1, name
     texts = [{"prompt": "a"}, {"prompt": "b"}, {"other": "a"}, {"other": "a"}]
     assert len(splits.by_prompt(texts)) == 4
-    assert splits.shared_prompts(texts[:3], texts[2:]) == 0
     assert splits.numbered([[1], (2,), [1], [], [2], ()]) == [0, 1, 0, 2, 1, 2]
 
 

@@ -27,7 +27,7 @@ from rlhf_jax.devices.processes import Group
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.planning import compiled
 from rlhf_jax.runs import metrics
-from rlhf_jax.runs.snapshots.files import numbers
+from rlhf_jax.runs.snapshots import resume
 
 REWARD = """
 import os, signal
@@ -526,7 +526,7 @@ def test_a_killed_run_goes_on_as_one_process_and_back(files, whole, tmp_path):
     (line,) = ours  # whoever notices it first, JAX or what waits for the other
     assert "a process may be lost; earlier snapshots are kept" in line
     stage = tmp_path / "run" / "snapshots" / "ppo"
-    assert numbers(stage) in ([2], [2, 4])
+    assert resume.steps(stage) in ([2], [2, 4])
     # One process goes a step, and two go on with the rest, on another mesh.
     alone(*ppo, "--resume", signal_at=(2, 0, signal.SIGTERM), expected=143)
     run(*ppo, "--placement.policy=fsdp=2,tensor=2", "--resume")
@@ -539,7 +539,7 @@ def test_a_signal_to_one_process_stops_both(files, whole, tmp_path):
     outputs = run(*ppo, MESH, signal_at=(3, 1, signal.SIGTERM), expected=143)
     assert all("stopped and saved" in error for _, error in outputs)
     # It came in step 2, was known to both in step 3, and left four steps done.
-    assert numbers(tmp_path / "run" / "snapshots" / "ppo") == [2, 4]
+    assert resume.steps(tmp_path / "run" / "snapshots" / "ppo") == [2, 4]
     run(*ppo, MESH, "--resume")
     assert_same(tmp_path / "run", whole)
 

@@ -5,6 +5,7 @@ import shutil
 import time
 
 import pytest
+import toy_page
 from toy_runs import lines, run
 
 from rlhf_jax.reports import watching
@@ -474,7 +475,7 @@ def test_watch_follows_a_run_under_way_and_keeps_what_a_reader_chose(browser, tm
     folder = run(tmp_path / "a", steps=20, done=False)
     options = report.Config(runs=(folder,), watch=True, port=0)
     source = watching.Source(options.runs, load=lambda: report.load(options))
-    with watching.serving(source, port=0) as server:
+    with toy_page.serving(source) as server:
         opened(browser, server.address, offline=False)
         assert until(browser, "document.getElementById('live').textContent") == (
             "● live, step 20"

@@ -4,6 +4,7 @@ import http.client
 import json
 
 import pytest
+import toy_page
 from toy_runs import run
 
 from rlhf_jax.functional.checks import InputError
@@ -18,7 +19,7 @@ def served(tmp_path, monkeypatch):
     folder = run(tmp_path / "a", steps=3, done=False)
     options = report.Config(runs=(folder,), watch=True, port=0)
     source = watching.Source(options.runs, load=lambda: report.load(options))
-    with watching.serving(source, port=0) as server:
+    with toy_page.serving(source) as server:
         yield server, folder
 
 

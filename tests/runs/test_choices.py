@@ -5,6 +5,7 @@ import json
 import typing
 
 import pytest
+import reread
 
 from rlhf_jax.algorithms.policy_gradient.corrections import SamplerCorrection
 from rlhf_jax.algorithms.policy_gradient.options import (
@@ -302,7 +303,7 @@ def test_a_config_is_read_as_it_was_recorded(module, tmp_path):
     )
     fields = json.loads(json.dumps(run_config.to_json(config)))
     source = tmp_path / "config.json"
-    assert run_config.from_json(module.Config, fields, source=source) == config
+    assert reread.config(module.Config, fields, source=source) == config
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,9 @@ import places
 import pytest
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runs import command_line, metrics, run
+from rlhf_jax.runs import command_line, metrics, run, stops
 from rlhf_jax.runs.folder import write_summary
 from rlhf_jax.runs.run_config import RunConfig
-from rlhf_jax.runs.stops import deadline
 
 HANGS_AT = 5
 SECONDS = 1.5
@@ -138,7 +137,7 @@ def test_what_returns_in_time_is_left_alone():
     signal.set_wakeup_fd(before)
     threads = set(threading.enumerate())  # those of other tests may end meanwhile
     with (
-        deadline.Deadline(30.0) as limited,
+        stops.Deadline(30.0) as limited,
         command_line.Interrupt(on_request=limited.on_signal),
     ):
         with limited.limit(pytest.fail):
@@ -151,7 +150,7 @@ def test_what_returns_in_time_is_left_alone():
 
 def test_a_tick_does_not_wait_where_it_holds_the_lock():
     """Else the thread that saves and ends the process would wait for the tick."""
-    limited = deadline.Deadline(1e-9)
+    limited = stops.Deadline(1e-9)
     limited._save = str  # as `limit` has it at its ends
     limited._until = 0.0
     with limited._changed:
@@ -169,9 +168,9 @@ def ended(monkeypatch, save, *, late):
         status.append(code)
         over.set()
 
-    monkeypatch.setattr(deadline.os, "_exit", leave)
-    monkeypatch.setattr(deadline.os, "write", recorded(lines))
-    with deadline.Deadline(0.05) as limited, command_line.Interrupt():
+    monkeypatch.setattr(stops.os, "_exit", leave)
+    monkeypatch.setattr(stops.os, "write", recorded(lines))
+    with stops.Deadline(0.05) as limited, command_line.Interrupt():
         if late:
             signal.raise_signal(signal.SIGINT)
             time.sleep(0.2)  # the limit is over, and nothing that may hang was begun
@@ -224,8 +223,8 @@ def test_a_snapshot_waits_no_longer_for_what_is_still_drawn(tmp_path, monkeypatc
         status.append(code)
         ahead.set_result(jnp.zeros(9))
 
-    monkeypatch.setattr(deadline.os, "_exit", leave)
-    monkeypatch.setattr(deadline.os, "write", recorded(lines))
+    monkeypatch.setattr(stops.os, "_exit", leave)
+    monkeypatch.setattr(stops.os, "write", recorded(lines))
     config = Config(out=tmp_path / "run", progress=False)
     with (
         run.Run(config, num_steps={"only": 8}, stop_timeout=0.05) as job,
@@ -242,7 +241,7 @@ def test_a_snapshot_waits_no_longer_for_what_is_still_drawn(tmp_path, monkeypatc
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_limit_is_a_time(seconds):
     with pytest.raises(InputError, match="stop_timeout: expected a finite number"):
-        deadline.Deadline(seconds)
+        stops.Deadline(seconds)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rlhf_jax import drift
-from rlhf_jax.runs import drift_report, metrics
+from rlhf_jax.runs import metrics, plots
 
 REFERENCE = {
     "embed": {"tokens": np.full((4, 4), 2.0)},  # size 8
@@ -28,7 +28,7 @@ def moved(*, embed=0.0, bias=0.0, layers=(0.0, 0.0, 0.0)):
 
 def test_the_table_is_sorted_and_names_the_layer(capsys):
     """Layers of sizes 2, 4 and 6 move by 1, 0.4 and 0: the first by half."""
-    drift_report.table(moved(embed=0.1, bias=0.5, layers=(0.5, 0.2, 0.0)))
+    plots.drift_table(moved(embed=0.1, bias=0.5, layers=(0.5, 0.2, 0.0)))
     lines = capsys.readouterr().out.splitlines()
     rows = [
         [cell.strip() for cell in line.strip("│").split("│")]
@@ -46,14 +46,14 @@ def test_the_table_is_sorted_and_names_the_layer(capsys):
 
 
 def test_nothing_has_moved(capsys):
-    drift_report.table(moved())
+    plots.drift_table(moved())
     out = capsys.readouterr().out
     assert "nan" not in out
     assert "as one vector, ‖Δ‖ / ‖ref‖: 0" in out
 
 
 def test_a_line_a_module_over_the_layers():
-    figure = drift_report._by_layer(moved(embed=0.1, layers=(0.5, 0.2, 0.0)))
+    figure = plots._by_layer(moved(embed=0.1, layers=(0.5, 0.2, 0.0)))
     (axis,) = figure.axes
     (line,) = axis.lines
     assert line.get_label() == "kernel"
@@ -74,19 +74,19 @@ def position_row(step):
 
 
 def test_positions_at_the_first_the_middle_and_the_last_step():
-    figure = drift_report._by_position([position_row(s) for s in (0, 10, 20, 30, 40)])
+    figure = plots._by_position([position_row(s) for s in (0, 10, 20, 30, 40)])
     top = figure.axes[0]
     assert [line.get_label() for line in top.lines] == ["step 0", "step 20", "step 40"]
     np.testing.assert_allclose(top.lines[1].get_ydata(), [20.1, 20.2, np.nan])
     np.testing.assert_array_equal(figure.axes[2].lines[0].get_ydata(), [2, 1, 0])
-    alone = drift_report._by_position([position_row(7)])
+    alone = plots._by_position([position_row(7)])
     assert len(alone.axes[0].lines) == 1
 
 
 @pytest.mark.slow
 def test_plots_of_what_a_recorder_wrote(tmp_path, rendered):
     table = moved(bias=1.0, layers=(0.5, 0.2, 0.0))
-    assert [path.name for path in drift_report.plots(tmp_path, table)] == [
+    assert [path.name for path in plots.draw_drift(tmp_path, table)] == [
         "drift_by_layer.png"
     ]
     one = jnp.ones(3)
@@ -94,7 +94,7 @@ def test_plots_of_what_a_recorder_wrote(tmp_path, rendered):
         record.begin("ppo")
         positions = {"k1": (one, one), "k3": (one, one), "responses": (one, one)}
         record.write(0, {"x": (jnp.float32(1), None)}, positions=positions)
-    drawn = drift_report.plots(tmp_path, table)
+    drawn = plots.draw_drift(tmp_path, table)
     assert [path.stem for path in drawn] == ["drift_by_layer", "kl_by_position"]
     for path in drawn:
         image = matplotlib.image.imread(path)

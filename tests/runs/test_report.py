@@ -15,8 +15,9 @@ import tiny
 from rich.console import Console
 
 from rlhf_jax.models import decoder
-from rlhf_jax.runs import loggers, metrics, plots, report
+from rlhf_jax.runs import loggers, metrics, plots, progress, report, run
 from rlhf_jax.runs.alarms import Alarm
+from rlhf_jax.runs.progress import Progress
 from rlhf_jax.runs.run_config import RunConfig
 
 
@@ -31,14 +32,14 @@ def printed(console: Console) -> list[str]:
 
 def test_progress_off_a_terminal_is_a_line_now_and_then():
     console = plain()
-    progress = report.Progress({"sft": 50, "ppo": 3}, console=console)
-    progress.begin("sft", 0)
+    sink = Progress({"sft": 50, "ppo": 3}, console=console)
+    sink.begin("sft", 0)
     for step in range(50):
-        progress.write("sft", step, {"loss/language_model": 2.5 - step / 100, "x": 1.0})
-    progress.begin("ppo", 1)
-    progress.write("ppo", 1, {"objective/scores": None, "objective/kl": 1.23456})
-    progress.write("ppo", 2, {"objective/scores": 0.5, "objective/kl": 2.0})
-    progress.close()
+        sink.write("sft", step, {"loss/language_model": 2.5 - step / 100, "x": 1.0})
+    sink.begin("ppo", 1)
+    sink.write("ppo", 1, {"objective/scores": None, "objective/kl": 1.23456})
+    sink.write("ppo", 2, {"objective/scores": 0.5, "objective/kl": 2.0})
+    sink.close()
     assert printed(console) == [
         "sft 1/50  language_model 2.5",
         "sft 50/50  language_model 2.01",
@@ -50,15 +51,13 @@ def test_progress_off_a_terminal_is_a_line_now_and_then():
 def test_progress_lines_tell_the_time_left(monkeypatch):
     console = plain()
     clock = [0.0]
-    progress = report.Progress(
-        {"ppo": 100}, shown=(), seconds_between_lines=30.0, console=console
-    )
-    monkeypatch.setattr(progress._bars, "get_time", lambda: clock[0])
-    monkeypatch.setattr(report.time, "monotonic", lambda: clock[0])
-    progress.begin("ppo", 0)
+    sink = Progress({"ppo": 100}, shown=(), seconds_between_lines=30.0, console=console)
+    monkeypatch.setattr(sink._bars, "get_time", lambda: clock[0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    sink.begin("ppo", 0)
     clock[0] = 500.0  # the first step compiles
     for step in range(7):
-        progress.write("ppo", step, {})
+        sink.write("ppo", step, {})
         clock[0] += 10.0
     assert [line.strip() for line in printed(console)] == [
         "ppo 1/100",
@@ -75,13 +74,11 @@ KL = Alarm("kl", 2, "KL 9 is over 8; lower it")
 def test_progress_tells_an_alarm_once_and_its_name_while_it_lasts(terminal):
     file = io.StringIO()
     console = Console(file=file, force_terminal=terminal, width=150, color_system=None)
-    progress = report.Progress(
-        {"ppo": 9}, shown=(), seconds_between_lines=0.0, console=console
-    )
-    progress.begin("ppo", 0)
+    sink = Progress({"ppo": 9}, shown=(), seconds_between_lines=0.0, console=console)
+    sink.begin("ppo", 0)
     for step, active in enumerate(([], [DRIFT], [DRIFT, KL], [KL], [])):
-        progress.write("ppo", step, {}, active)
-    progress.close()
+        sink.write("ppo", step, {}, active)
+    sink.close()
     alarm_lines = [
         line.strip() for line in file.getvalue().splitlines() if "ALARM ppo" in line
     ]
@@ -103,10 +100,10 @@ def test_progress_tells_an_alarm_once_and_its_name_while_it_lasts(terminal):
 def test_progress_on_a_terminal_shows_the_latest_numbers():
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=100, color_system=None)
-    progress = report.Progress({"ppo": 8}, shown=("objective/kl",), console=console)
-    progress.begin("ppo", 5)
-    progress.write("ppo", 5, {"objective/kl": 4.25, "loss/policy": 9.0})
-    progress.close()
+    sink = Progress({"ppo": 8}, shown=("objective/kl",), console=console)
+    sink.begin("ppo", 5)
+    sink.write("ppo", 5, {"objective/kl": 4.25, "loss/policy": 9.0})
+    sink.close()
     last = file.getvalue().split("ppo")[-1]
     assert "6/8" in last
     assert "kl 4.25" in last
@@ -121,11 +118,11 @@ def test_a_run_gets_the_sinks_it_asks_for(tmp_path, monkeypatch):
         loggers, "Wandb", lambda folder, config: made.append((folder, config["seed"]))
     )
     quiet = RunConfig(out=tmp_path, progress=False)
-    assert report.sinks(quiet, num_steps={"ppo": 1}) == []
-    (progress,) = report.sinks(RunConfig(out=tmp_path), num_steps={"ppo": 1})
-    assert isinstance(progress, report.Progress)
+    assert run.sinks(quiet, num_steps={"ppo": 1}) == []
+    (sink,) = run.sinks(RunConfig(out=tmp_path), num_steps={"ppo": 1})
+    assert isinstance(sink, Progress)
     both = dataclasses.replace(quiet, seed=5, tensorboard=True, wandb=True)
-    assert len(report.sinks(both, num_steps={})) == 2
+    assert len(run.sinks(both, num_steps={})) == 2
     assert made == [tmp_path, (tmp_path, 5)]
 
 

@@ -12,9 +12,8 @@ import pytest
 
 from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runs import metrics, run, run_config, stage
+from rlhf_jax.runs import metrics, run, run_config, stage, stops
 from rlhf_jax.runs.snapshots.snapshots import Snapshots
-from rlhf_jax.runs.stops import deadline
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,13 +204,13 @@ def test_a_deadline_that_fails_at_the_end_leaves_nothing_behind(
 ):
     before = handlers()
     config = Config(out=tmp_path / "run")
-    leave = deadline.Deadline.__exit__
+    leave = stops.Deadline.__exit__
 
     def left(self, *exception):
         leave(self, *exception)
         raise BlockingIOError("the pipe is full")
 
-    monkeypatch.setattr(deadline.Deadline, "__exit__", left)
+    monkeypatch.setattr(stops.Deadline, "__exit__", left)
     job = run.Run(config, num_steps={"only": 2}, stop_timeout=5.0)
     job.record.begin("only")
     with pytest.raises(BlockingIOError, match="the pipe is full"), job:

@@ -12,7 +12,7 @@ from rlhf_jax import hf
 from rlhf_jax.data import files, json_lines
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs.folder import read_config
-from rlhf_jax.runs.run_config import from_json, to_json
+from rlhf_jax.runs.run_config import arguments, to_json
 from rlhf_jax.train.supervised import sft
 from rlhf_jax.train.supervised.demonstrations import Demonstrations
 
@@ -99,8 +99,8 @@ def test_any_recorded_config(folder, data):
     path.write_bytes(data.draw(either | values.map(lambda v: json.dumps(v).encode())))
     with contextlib.suppress(InputError):
         read = read_config(path)
-        config = from_json(sft.Config, read, source=path)
-        assert to_json(config).keys() == fields.keys()
+        words = arguments(sft.Config, read, source=path)
+        assert all(isinstance(word, str) for word in words)
 
 
 OPTIONS = {

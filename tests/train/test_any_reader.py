@@ -13,7 +13,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.planning import histogram
 from rlhf_jax.reports.paper import provenance
 from rlhf_jax.runs import folder, metrics, receipt
-from rlhf_jax.runs.command_line import config_file
+from rlhf_jax.runs.command_line import options
 from rlhf_jax.runs.snapshots import resume
 from rlhf_jax.sweeps import claims, declaration, planned
 from rlhf_jax.train.plan import plan
@@ -32,9 +32,9 @@ FILES = {  # by reader: the file's name, and what reads it in a folder
     "metrics": ("a.jsonl", lambda at: metrics.read(at / "a.jsonl")),
     "a snapshot": ("snapshots/ppo/3/meta/metadata", resume.newest_metas),
     "a receipt": ("data.json", lambda at: receipt.write(at, {"sources": []})),
-    "a TOML config": ("a.toml", lambda at: config_file.read(at / "a.toml")),
-    "a YAML config": ("a.yaml", lambda at: config_file.read(at / "a.yaml")),
-    "a JSON config": ("a.json", lambda at: config_file.read(at / "a.json")),
+    "a TOML config": ("a.toml", lambda at: options.read_file(at / "a.toml")),
+    "a YAML config": ("a.yaml", lambda at: options.read_file(at / "a.yaml")),
+    "a JSON config": ("a.json", lambda at: options.read_file(at / "a.json")),
     "a sweep": ("a.toml", lambda at: declaration.read(at / "a.toml")),
     "a sweep's folder": ("sweep.json", planned.begun),
     "lengths": ("a.txt", lambda at: histogram.read(at / "a.txt")),

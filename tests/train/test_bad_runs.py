@@ -4,6 +4,7 @@ import json
 
 import bad_inputs
 import pytest
+import reread
 import test_bad_options
 from bad_inputs import TRAINERS
 from tiers import one_in
@@ -115,5 +116,5 @@ def test_recorded_is_what_a_run_records(files, tmp_path):
     begun("ppo", files, tmp_path / "run")
     read = folder.read_config(tmp_path / "run" / "config.json")
     path = tmp_path / "run" / "config.json"
-    config = run_config.from_json(ppo.Config, read, source=path)
+    config = reread.config(ppo.Config, read, source=path)
     assert config.out == tmp_path / "run"

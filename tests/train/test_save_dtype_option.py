@@ -10,7 +10,8 @@ from test_help import TRAINERS
 from test_trainers import ANSWERS, OTHER, PAIR, play
 
 from rlhf_jax import hf
-from rlhf_jax.runs import metrics, run_config
+from rlhf_jax.runs import metrics
+from rlhf_jax.runs.command_line.options import option_names
 from rlhf_jax.train import evaluate
 from rlhf_jax.train.supervised import dpo, reward_model, sft
 
@@ -56,9 +57,8 @@ def dtypes(out):
 
 def test_it_is_an_option_of_every_trainer_and_of_nothing_else():
     for command in TRAINERS.values():
-        assert "start.save_dtype" in run_config.option_names(command.Config)
-    names = run_config.option_names(evaluate.Config)
-    assert not any(name.endswith("save_dtype") for name in names)
+        assert "--save-dtype" in option_names(command.Config)
+    assert not any("save-dtype" in name for name in option_names(evaluate.Config))
 
 
 @pytest.mark.slow

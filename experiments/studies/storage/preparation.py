@@ -215,7 +215,7 @@ def _summary(place: Path) -> dict[str, Any]:
 
 
 def _digest(text: str) -> str:
-    return digests.of_rows([{"text": json_lines.read_text(text)}])
+    return digests.of_values([{"text": json_lines.read_text(text)}])
 
 
 def _arrays(name: str, record: Rollout | Sequences) -> dict[str, np.ndarray]:

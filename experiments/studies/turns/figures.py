@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ from rlhf_jax.algorithms.flow import score
 from rlhf_jax.data import batches
 from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.roles.reference import frozen
-from rlhf_jax.runs import folder, metrics, report, run_config
+from rlhf_jax.runs import command_line, folder, metrics, report
 from rlhf_jax.sweeps import statistics
 from rlhf_jax.train.build import Meshes
 from rlhf_jax.train.methods import grpo
@@ -137,12 +138,10 @@ def played(
     runs: Sequence[Finished], *, episodes: int = EPISODES, batch: int = BATCH
 ) -> dict[str, Any]:
     """Plays all runs: {"before": {seed: figures}, "after": {β: {seed: figures}}}."""
-    every = {
-        run.folder: run_config.from_json(
-            grpo.Config, dict(run.config), source=run.folder / folder.CONFIG
-        )
-        for run in runs
-    }
+    every: dict[Path, grpo.Config] = {}
+    for run in runs:
+        argv = ["--config", str(run.folder / folder.CONFIG)]
+        every[run.folder] = command_line.parse(grpo.Config, description=None, argv=argv)
     before: dict[str, Figures] = {}
     after: dict[str, dict[str, Figures]] = {}
     with contextlib.ExitStack() as stack:

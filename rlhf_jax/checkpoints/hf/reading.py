@@ -79,9 +79,11 @@ def load(
         model = _tied_as_stored(tied, family=family, tensors=tensors)
         if model != tied:
             head = family.key_table(tied).tied
+            named = config.get("tie_word_embeddings")
+            why = "" if named else " (by its family's default)"
             _note(
                 f"checkpoint {path_or_repo_id}: {layout.CONFIG} says "
-                f"tie_word_embeddings{_by_default(config)}, but {head} is there and "
+                f"tie_word_embeddings{why}, but {head} is there and "
                 f"differs from the embedding; it is used as a head of its own, as "
                 f"transformers 5 does, and saved with tie_word_embeddings = false"
             )
@@ -248,10 +250,6 @@ def _tied_as_stored(
     return dataclasses.replace(model, tied_head=False)
 
 
-def _by_default(config: Mapping[str, Any]) -> str:
-    return "" if config.get("tie_word_embeddings") else " (by its family's default)"
-
-
 def _note(text: str) -> None:
     if processes.is_first():
         print(f"note: {text}", file=sys.stderr)
@@ -271,8 +269,9 @@ def _read(
     headers = tensors.headers
     table = table.as_stored(headers)
     mapping.check(table, model=model, leaves=shapes, headers=headers)
+    read = tensors.read
     return mapping.read(
-        table, model=model, leaves=shapes, headers=headers, tensor=tensors, dtype=target
+        table, model=model, leaves=shapes, headers=headers, read=read, dtype=target
     )
 
 
@@ -285,7 +284,8 @@ def _score_bias(tensors: shards.Tensors, config: Mapping[str, Any]) -> np.ndarra
             f"expected {keys.SCORE_BIAS} [1], got {list(shape)}; use a checkpoint that "
             f"was trained to give one score"
         )
-    return np.asarray(tensors(keys.SCORE_BIAS)[:], np.float32).reshape(())
+    bias = tensors.read(keys.SCORE_BIAS, slice(None))
+    return np.asarray(bias, np.float32).reshape(())
 
 
 def _place(

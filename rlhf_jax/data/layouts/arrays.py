@@ -214,109 +214,109 @@ def _spread(
     return placed
 
 
-class Arrays:
-    """Makes the index arrays of parts, for padded rows of S columns."""
+def packing_of(
+    part: Part,
+    lengths: HostArray,
+    *,
+    form: Form,
+    columns: int,
+    widest: tuple[int, int],
+) -> tuple[Packing, int, HostArray]:
+    """Makes the index arrays of a part.
 
-    def __init__(self, form: Form, *, columns: int) -> None:
-        self._form, self._columns = form, columns
+    Args:
+      lengths: i32[b, 3], as for `needed`.
+      columns: S, columns of the padded rows.
+      widest: (N/G, M), the largest size.
 
-    def __call__(
-        self, lengths: HostArray, part: Part, *, widest: tuple[int, int]
-    ) -> tuple[Packing, int, HostArray]:
-        """Makes the packing of a part.
+    Returns:
+      The packing, padded to the largest size; the index of the part's own size; and
+      bool[b], the rows of which the part reads a state.
+    """
+    (per_group, reads), width = widest, form.width
+    sizes, firsts, counts = needed(lengths, form=form)
+    pieces = np.array(
+        [
+            (group, at, *piece)
+            for group, packed_rows in enumerate(part.groups)
+            for at, in_row in enumerate(packed_rows)
+            for piece in _pieces(in_row, lengths, sizes, form=form)
+        ],
+        np.int64,
+    ).reshape(-1, 8)
+    first = columns - form.max_new_tokens - lengths[:, 0]  # column of first tokens
+    of_group, at, row, start, count, begin, segment, before = pieces.T
+    piece, token = _owners_and_places(count)
+    place = (of_group * per_group + at)[piece] * width + begin[piece] + token
+    source: HostArray = np.full(form.devices * per_group * width, NONE, np.int32)
+    source[place] = (row * columns + first[row] + start)[piece] + token
+    segments: HostArray = np.zeros(len(source), np.int32)
+    segments[place] = segment[piece]
+    prefixes: HostArray = np.zeros(len(source), np.int32)
+    prefixes[place] = before[piece]
 
-        Args:
-          lengths: i32[b, 3], as for `needed`.
-          widest: (N/G, M), the largest size.
+    # States are read only from the pieces that end their texts, not from prompts.
+    ends = start + count == sizes[row]
+    of_group, at, rows, start, begin = (
+        x[ends] for x in (of_group, at, row, start, begin)
+    )
+    first = first[rows]
+    text, read = _owners_and_places(counts[rows])
+    token = firsts[rows][text] + read  # the token that the state predicts
+    group = of_group[text]
+    column = 1 + np.arange(len(text))
+    column -= np.searchsorted(group, np.arange(form.devices))[group]
+    state = at[text] * width + (begin - start)[text] + token - 1
+    padded = rows[text] * columns + first[text] + token
+    shape = form.devices, reads
+    about: HostArray = np.full(shape, NONE, np.int32)
+    states: HostArray = np.full(shape, NONE, np.int32)
+    about[group, column] = padded
+    states[group, column - 1] = state
+    inverse: HostArray = np.full((form.devices, per_group * width), NONE, np.int32)
+    inverse[group, state] = column - 1
+    places: HostArray = np.full(len(lengths) * columns, NONE, np.int32)
+    places[padded] = group * reads + column
+    members = np.zeros(len(lengths), bool)
+    members[rows] = True
+    packing = Packing(
+        source=source.reshape(-1, width),
+        segments=segments.reshape(-1, width),
+        prefixes=None if form.group_size == 1 else prefixes.reshape(-1, width),
+        states=states,
+        columns=inverse,
+        about=about,
+        places=places.reshape(len(lengths), columns),
+    )
+    return packing, part.size, members
 
-        Returns:
-          The packing, padded to the largest size; the index of the part's own size; and
-          bool[b], the rows of which the part reads a state.
-        """
-        form, columns = self._form, self._columns
-        (per_group, reads), width = widest, form.width
-        sizes, firsts, counts = needed(lengths, form=form)
-        pieces = np.array(
-            [
-                (group, at, *piece)
-                for group, packed_rows in enumerate(part.groups)
-                for at, in_row in enumerate(packed_rows)
-                for piece in self._pieces(in_row, lengths, sizes)
-            ],
-            np.int64,
-        ).reshape(-1, 8)
-        first = columns - form.max_new_tokens - lengths[:, 0]  # column of first tokens
-        of_group, at, row, start, count, begin, segment, before = pieces.T
-        piece, token = _owners_and_places(count)
-        place = (of_group * per_group + at)[piece] * width + begin[piece] + token
-        source: HostArray = np.full(form.devices * per_group * width, NONE, np.int32)
-        source[place] = (row * columns + first[row] + start)[piece] + token
-        segments: HostArray = np.zeros(len(source), np.int32)
-        segments[place] = segment[piece]
-        prefixes: HostArray = np.zeros(len(source), np.int32)
-        prefixes[place] = before[piece]
 
-        # States are read only from the pieces that end their texts, not from prompts.
-        ends = start + count == sizes[row]
-        of_group, at, rows, start, begin = (
-            x[ends] for x in (of_group, at, row, start, begin)
-        )
-        first = first[rows]
-        text, read = _owners_and_places(counts[rows])
-        token = firsts[rows][text] + read  # the token that the state predicts
-        group = of_group[text]
-        column = 1 + np.arange(len(text))
-        column -= np.searchsorted(group, np.arange(form.devices))[group]
-        state = at[text] * width + (begin - start)[text] + token - 1
-        padded = rows[text] * columns + first[text] + token
-        shape = form.devices, reads
-        about: HostArray = np.full(shape, NONE, np.int32)
-        states: HostArray = np.full(shape, NONE, np.int32)
-        about[group, column] = padded
-        states[group, column - 1] = state
-        inverse: HostArray = np.full((form.devices, per_group * width), NONE, np.int32)
-        inverse[group, state] = column - 1
-        places: HostArray = np.full(len(lengths) * columns, NONE, np.int32)
-        places[padded] = group * reads + column
-        members = np.zeros(len(lengths), bool)
-        members[rows] = True
-        packing = Packing(
-            source=source.reshape(-1, width),
-            segments=segments.reshape(-1, width),
-            prefixes=None if form.group_size == 1 else prefixes.reshape(-1, width),
-            states=states,
-            columns=inverse,
-            about=about,
-            places=places.reshape(len(lengths), columns),
-        )
-        return packing, part.size, members
+def _pieces(
+    texts: list[int], lengths: HostArray, sizes: HostArray, *, form: Form
+) -> list[tuple[int, ...]]:
+    """Lists the pieces of a packed row, from left to right.
 
-    def _pieces(
-        self, texts: list[int], lengths: HostArray, sizes: HostArray
-    ) -> list[tuple[int, ...]]:
-        """Lists the pieces of a packed row, from left to right.
-
-        Returns:
-          For each: the row of its text, its first token there, its number of tokens,
-          its column in the packed row, its segment, and its shared prompt's, or 0.
-        """
-        prefix = shared(lengths)
-        pieces, begin, segment, prompt, group = [], 0, 0, 0, None
-        for row in texts:
-            start = 0
-            if self._form.group_size > 1 and prefix[row]:
-                start = int(prefix[row])
-                if lengths[row, 2] != group:
-                    segment += 1
-                    pieces.append((row, 0, start, begin, segment, 0))
-                    begin, prompt = begin + start, segment
-            before = prompt if start else 0
-            group = lengths[row, 2]
-            segment += 1
-            count = int(sizes[row]) - start
-            pieces.append((row, start, count, begin, segment, before))
-            begin += count
-        return pieces
+    Returns:
+      For each: the row of its text, its first token there, its number of tokens,
+      its column in the packed row, its segment, and its shared prompt's, or 0.
+    """
+    prefix = shared(lengths)
+    pieces, begin, segment, prompt, group = [], 0, 0, 0, None
+    for row in texts:
+        start = 0
+        if form.group_size > 1 and prefix[row]:
+            start = int(prefix[row])
+            if lengths[row, 2] != group:
+                segment += 1
+                pieces.append((row, 0, start, begin, segment, 0))
+                begin, prompt = begin + start, segment
+        before = prompt if start else 0
+        group = lengths[row, 2]
+        segment += 1
+        count = int(sizes[row]) - start
+        pieces.append((row, start, count, begin, segment, before))
+        begin += count
+    return pieces
 
 
 def _owners_and_places(counts: HostArray) -> tuple[HostArray, HostArray]:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.algorithms.batch import Rollout, RolloutPacking
-from rlhf_jax.data.layouts.arrays import Arrays, Form, Part, alone, deal, fill
+from rlhf_jax.data.layouts.arrays import Form, Part, alone, deal, fill, packing_of
 from rlhf_jax.data.layouts.sizes import Sizes, in_groups, sizes_of
 from rlhf_jax.models.packing import SizedPacking
 
@@ -155,9 +155,9 @@ class Packer:
         assert sizes is not None
         branches = sizes.sizes if reserve else sizes.sizes[: sizes.expected]
         self.used.update((kind, part.size) for part in parts)
-        arrays = Arrays(self.form, columns=columns)
+        form, widest = self.form, branches[-1]
         made = [
-            arrays(lengths, part, widest=branches[-1])
+            packing_of(part, lengths, form=form, columns=columns, widest=widest)
             for part in _filled_up(parts, sizes.parts)
         ]
         packings, size, members = zip(*made, strict=True)

@@ -175,7 +175,8 @@ def _frontier(
     colours = colormaps["viridis"].resampled(len(points) + 1)  # yellow is left out
     for place, (cell, pairs) in enumerate(points.items()):
         of_both = [statistics.estimate(values) for values in zip(*pairs, strict=True)]
-        x_half, y_half = map(_half, of_both)
+        # A single seed has no interval.
+        x_half, y_half = (one.interval and one.interval.half for one in of_both)
         axis.plot(*zip(*pairs, strict=True), "o", color=colours(place), markersize=1.5)
         axis.errorbar(
             of_both[0].mean,
@@ -204,13 +205,6 @@ def _with_unit(name: str, sweep: Sweep) -> str:
     return _plain(f"{name} [{unit}]" if unit else name)
 
 
-def _half(estimate: statistics.Estimate) -> float | None:
-    """Half of an interval; None for a single seed, which has none."""
-    if estimate.interval is None:
-        return None
-    return (estimate.interval.high - estimate.interval.low) / 2
-
-
 def _cell(axis: Axes, numbers: Numbers, *, place: int) -> None:
     if not numbers:
         return
@@ -221,7 +215,7 @@ def _cell(axis: Axes, numbers: Numbers, *, place: int) -> None:
     axis.errorbar(
         estimate.mean,
         place,
-        xerr=_half(estimate),
+        xerr=estimate.interval and estimate.interval.half,
         fmt="D",
         color=COLOUR,
         markersize=3,

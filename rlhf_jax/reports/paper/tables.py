@@ -89,9 +89,11 @@ def rounded(value: float, interval: Interval | None) -> str:
     >>> rounded(1.12841, Interval(0.81326, 1.44356)), rounded(1.12841, None)
     ('1.13 ± 0.32', '1.128')
     """
-    half = 0.0 if interval is None else (interval.high - interval.low) / 2
-    if interval is None or half == 0:
-        return f"{value:.4g}" + ("" if interval is None else " ± 0")
+    if interval is None:
+        return f"{value:.4g}"
+    half = interval.half
+    if half == 0:
+        return f"{value:.4g} ± 0"
     digits = 1 - math.floor(math.log10(half))
     if digits > 9:
         return f"{value:.4g} ± {half:.2g}"

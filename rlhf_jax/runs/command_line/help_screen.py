@@ -64,7 +64,6 @@ def screen(
     description: str,
     options: Screen,
     notes: Sequence[str] = (),
-    defaults: Any = None,
 ) -> str:
     """Returns the help screen, as wide as the terminal, from 60 to 100 columns.
 
@@ -74,11 +73,10 @@ def screen(
         command does and how it is called.
       options: the fields to show under each title.
       notes: sentences below the options.
-      defaults: a config whose values are the defaults; None takes the class's.
     """
     width = min(max(shutil.get_terminal_size().columns, NARROWEST), WIDEST)
     groups = {
-        title: [option(config_class, field, defaults=defaults) for field in fields]
+        title: [option(config_class, field) for field in fields]
         for title, fields in options.items()
     }
     required = [
@@ -99,13 +97,13 @@ def screen(
     return "\n".join(lines)
 
 
-def option(config_class: type[Any], path: str, *, defaults: Any = None) -> Option:
+def option(config_class: type[Any], path: str) -> Option:
     """Returns the option of the field at `path`, such as "ppo.lam".
 
     Raises:
       KeyError: the config has no such field.
     """
-    holder, prefix = config_class, ""
+    holder, prefix, defaults = config_class, "", None
     *groups, name = path.split(".")
     for group in groups:
         annotation = typing.get_type_hints(holder, include_extras=True)[group]

@@ -21,13 +21,12 @@ import jax
 
 from rlhf_jax.devices import precision, processes, program_cache
 from rlhf_jax.functional.checks import InputError, StopError
-from rlhf_jax.runs import lock, progress, write_errors
+from rlhf_jax.runs import lock, progress, stops, write_errors
 from rlhf_jax.runs.command_line import help_screen, refusals
 from rlhf_jax.runs.command_line.options import HELP, Config, Presets, parse
 from rlhf_jax.runs.folder import CONFIG, check_run
 from rlhf_jax.runs.object_storage import mirror
 from rlhf_jax.runs.run_config import RunConfig, to_json
-from rlhf_jax.runs.stops import dropped
 
 LOST = "a process may be lost; earlier snapshots are kept"
 
@@ -198,8 +197,8 @@ def _ended_by_sigterm() -> Iterator[None]:
         raise Terminated
 
     previous = signal.signal(signal.SIGTERM, end)
-    stops = {Terminated: signal.SIGTERM, KeyboardInterrupt: signal.SIGINT}
-    hook = dropped.sent_again(stops)
+    signals = {Terminated: signal.SIGTERM, KeyboardInterrupt: signal.SIGINT}
+    hook = stops.sent_again(signals)
     try:
         yield
     finally:

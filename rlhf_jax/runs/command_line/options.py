@@ -16,13 +16,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_jax.functional.checks import InputError, StopError
-from rlhf_jax.runs import choices, folder, run_config
+from rlhf_jax.runs import choices, folder, parsing, run_config
 from rlhf_jax.runs.command_line import help_screen, refusals
+from rlhf_jax.runs.object_storage import urls
 from rlhf_jax.runs.run_config import RunConfig
 
 Config = TypeVar("Config", bound=RunConfig)
 Presets = Mapping[str, Mapping[str, Any]]  # {name: {field: default}}
 HELP = frozenset({"-h", "--help", "--help-all"})
+# Options of a single resume, which are not taken from a recorded config.
+OF_ONE_RESUME = ("resume", "resume_from", "accept_lost_rows")
+SUFFIXES = (".toml", ".yaml", ".yml", ".json")
 
 
 def parse(
@@ -71,9 +75,7 @@ def parse(
         config_class = _with_defaults(config_class, presets[preset])
     if arguments.config is not None:
         path = arguments.config
-        from rlhf_jax.runs.command_line import config_file
-
-        fields = config_file.read(path)
+        fields = read_file(path)
         options = [
             *run_config.arguments(config_class, fields, source=path, renamed=renamed),
             *options,
@@ -117,10 +119,42 @@ def parse(
     )
 
 
+def read_file(path: Path) -> dict[str, Any]:
+    """Returns the fields in a --config FILE of TOML, YAML or JSON, as JSON values.
+
+    The config.json of a run has all fields; `out` is the folder of that file.
+
+    Raises:
+      InputError: the file cannot be read or parsed, or holds no fields, or it is a
+        recorded config under another name.
+    """
+    if path.name == folder.CONFIG:
+        fields = folder.read_config(urls.fetched(path))
+        fields["out"] = urls.of(path.parent) or os.fspath(path.parent)
+        return {name: x for name, x in fields.items() if name not in OF_ONE_RESUME}
+    if path.suffix not in SUFFIXES:
+        raise InputError(
+            f"--config {path}: expected a name that ends in .toml, .yaml, .yml or "
+            f".json, got {path.suffix!r}; rename it"
+        )
+    fields = parsing.read_object(
+        urls.fetched(path),
+        expected=f"options by their names in {path.suffix[1:]}",
+        advice="name them, as in the config.json of a run",
+    )
+    if fields.keys() >= {"config", "versions"}:
+        raise InputError(
+            f"--config {path}: expected options by their names, got the "
+            f"{folder.CONFIG} of a run under another name; give RUN/{folder.CONFIG}, "
+            f'or a file with what is in its "config"'
+        )
+    return fields
+
+
 def _refuse_renamed(
     renamed: Mapping[str, str], options: Sequence[str], config_class: type[Any]
 ) -> None:
-    known = _options(config_class)
+    known = option_names(config_class)
     for text in options:
         name = text.partition("=")[0].replace("_", "-")
         if name in renamed and name not in known:
@@ -133,8 +167,8 @@ def _refuse_renamed(
             )
 
 
-def _options(kind: type[Any], *, prefix: str = "--") -> set[str]:
-    """Names of a config's options: one per choice, and those of each group's fields."""
+def option_names(kind: type[Any], *, prefix: str = "--") -> set[str]:
+    """Returns a config's options: one per choice, and those of each group's fields."""
     options: set[str] = set()
     hints = typing.get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
@@ -143,7 +177,7 @@ def _options(kind: type[Any], *, prefix: str = "--") -> set[str]:
         option = f"{prefix}{field.name.replace('_', '-')}"
         if dataclasses.is_dataclass(group) and choices.spec_of(hint) is None:
             inner = prefix if choices.is_unnamed(hint) else f"{option}."
-            options |= _options(typing.cast(Any, group), prefix=inner)
+            options |= option_names(typing.cast(Any, group), prefix=inner)
         else:
             options.add(option)
     return options

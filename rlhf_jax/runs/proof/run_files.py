@@ -74,11 +74,8 @@ def check(folder: Path, *, only: Collection[str] | None = None) -> Checked:
     metas: list[tuple[str, int, Meta]] = []
     if proof is None or only is None:
         # Only the newest: after --accept-lost-rows older ones no longer match.
-        metas = [
-            (stage.name, *newest)
-            for stage in sorted((folder / "snapshots").glob("*"))
-            for newest in [(s, m) for s, m in resume.metas(stage) if FILES in m][:1]
-        ]
+        newest = resume.newest_metas(folder, having=FILES)
+        metas = [(stage, step, meta) for stage, (step, meta) in newest.items()]
     expected: dict[str, Sum] = {}
     if proof is not None:
         files: dict[str, Sum] = proof["files"]

@@ -20,17 +20,8 @@ from rlhf_jax.runs.snapshots.integrity import DIGESTS, DamagedError
 READ_AT_ONCE = 2**30  # bytes of arrays that a check holds
 
 
-def numbers(folder: Path) -> list[int]:
-    """Returns the numbers of the snapshots in a folder, in order."""
-    return sorted(
-        int(path.name)
-        for path in folder.iterdir()
-        if path.is_dir() and path.name.isdecimal()
-    )
-
-
 def read_meta(folder: Path, step: int) -> dict[str, Any]:
-    """Reads the meta of a snapshot, one of `numbers`.
+    """Reads the meta of a snapshot, one of `resume.steps`.
 
     Raises:
       DamagedError: the snapshot is damaged.
@@ -44,7 +35,7 @@ def read_arrays(
     """Reads some of a snapshot's arrays by path, without a state to restore into.
 
     Args:
-      step: one of `numbers`.
+      step: one of `resume.steps`.
       matches: path, such as "policy/layers/mlp/up/kernel" -> whether to read its array.
 
     Returns:
@@ -81,7 +72,7 @@ class Checked(NamedTuple):
 
 
 def check(folder: Path, step: int) -> Checked:
-    """Checks the files, meta and arrays of a snapshot, one of `numbers`, on disk."""
+    """Checks files, meta and arrays of a snapshot on disk, one of `resume.steps`."""
     where = folder / str(step)
     try:
         integrity.require_whole(where, integrity.faults_of_files(where))

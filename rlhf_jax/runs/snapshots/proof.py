@@ -23,7 +23,7 @@ import numpy as np
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference import fingerprint, frozen
 from rlhf_jax.roles.reference.frozen import Frozen, ReferenceMovedError
-from rlhf_jax.runs.snapshots import files
+from rlhf_jax.runs.snapshots import files, resume
 
 Array = jax.Array
 PyTree = Any
@@ -146,7 +146,7 @@ def stages(folder: Path) -> list[Path]:
     Raises:
       InputError: there is no run, or no snapshot.
     """
-    folders = sorted(path for path in (folder / "snapshots").glob("*") if path.is_dir())
+    folders = resume.stages(folder)
     if not folders:
         got = "no such folder" if not folder.exists() else "none"
         raise InputError(
@@ -181,7 +181,7 @@ def check_run(
 def _check_stage(stage: Path, *, skipped: Collection[tuple[str, int]]) -> list[Checked]:
     rows: list[Checked] = []
     began: dict[str, Record] = {}
-    for step in files.numbers(stage):
+    for step in resume.steps(stage):
         if (stage.name, step) in skipped:
             continue
         for name, record in files.read_meta(stage, step).get(META, {}).items():

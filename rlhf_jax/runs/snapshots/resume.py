@@ -53,31 +53,43 @@ def recorded_configs(folder: Path) -> list[Recorded]:
     ]
 
 
-def newest_metas(folder: Path) -> dict[str, tuple[int, Fields]]:
+def newest_metas(
+    folder: Path, *, having: str = "config"
+) -> dict[str, tuple[int, Fields]]:
     """Returns {stage: (step, meta)} of each stage's newest snapshot that can be read.
 
     A meta has the config, the versions, and digests of the data: `data_digest`,
-    `rows_digest` and so on.
+    `rows_digest` and so on. Snapshots whose meta lacks the key `having`, as those of an
+    older version may, are skipped.
     """
-    newest = {
-        stage.name: next(metas(stage), None)
-        for stage in sorted((folder / "snapshots").glob("*"))
-    }
-    return {stage: meta for stage, meta in newest.items() if meta is not None}
+    found: dict[str, tuple[int, Fields]] = {}
+    for stage in stages(folder):
+        for step, meta in _metas(stage):
+            if having in meta:
+                found[stage.name] = step, meta
+                break
+    return found
+
+
+def stages(run: Path) -> list[Path]:
+    """Returns the folders of a run's snapshots, one per stage."""
+    return sorted(path for path in (run / "snapshots").glob("*") if path.is_dir())
+
+
+def steps(stage: Path) -> list[int]:
+    """Returns the numbers of the snapshots in a stage's folder, in order."""
+    names = [path.name for path in stage.glob("*") if path.is_dir()]
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def newest(stage: Path) -> int:
     """Returns the number of a stage's newest snapshot by its folders; 0 if none."""
-    return max(_steps(stage), default=0)
+    return max(steps(stage), default=0)
 
 
-def _steps(stage: Path) -> list[int]:
-    return [int(path.name) for path in stage.glob("*") if path.name.isdecimal()]
-
-
-def metas(stage: Path) -> Iterator[tuple[int, Fields]]:
+def _metas(stage: Path) -> Iterator[tuple[int, Fields]]:
     """Yields (step, meta) of each readable snapshot of a stage, the newest first."""
-    for step in sorted(_steps(stage), reverse=True):
+    for step in reversed(steps(stage)):
         meta = stage / str(step) / "meta" / "metadata"
         with contextlib.suppress(InputError):
             match parsing.read_object(meta, expected="", advice="", foreign=True):

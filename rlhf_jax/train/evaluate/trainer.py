@@ -134,7 +134,7 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
     )
     meta = {
         "data_digest": digests.of_tokens(read.prompts),
-        "rows_digest": digests.of_rows(read.rows),
+        "rows_digest": digests.of_values(read.rows),
         **start.meta,
     }
     beside: dict[str, Frozen] = {**models}

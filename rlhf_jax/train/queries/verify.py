@@ -17,7 +17,7 @@ from rlhf_jax.runs import command_line, report
 from rlhf_jax.runs.object_storage import urls
 from rlhf_jax.runs.proof import exported, run_files
 from rlhf_jax.runs.proof.run_files import MANIFEST, Checked
-from rlhf_jax.runs.snapshots import files, integrity, proof
+from rlhf_jax.runs.snapshots import files, integrity, proof, resume
 from rlhf_jax.sweeps import planned, results
 
 SHOWN = 12  # digits of a fingerprint, so that a table fits 80 columns
@@ -135,7 +135,7 @@ def _of_run(run: Path) -> Outcome:
     checked = {
         (stage.name, step): files.check(stage, step)
         for stage in (proof.stages(run) if has_snapshots else ())
-        for step in files.numbers(stage)
+        for step in resume.steps(stage)
     }
     of_files.added.extend(
         f"snapshots/{stage}/{step}/{name}"

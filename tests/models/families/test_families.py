@@ -229,7 +229,7 @@ def test_leaves_that_take_turns_by_head_are_read_and_written_in_part(layout):
         model=model,
         leaves=leaves,
         headers=header,
-        tensor=lambda _: counting,
+        read=lambda _, window: counting[window],
         dtype=None,
     ):
         for columns in (slice(None), slice(3, 7), slice(2, 3), slice(4, 4)):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import reread
 import toys
 
 from rlhf_jax import frozen, kl_control, masked, ppo, state
@@ -99,8 +100,8 @@ def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path):
     whole = play(Config(out=tmp_path / "whole", lifecycle=life))
     parts = Config(out=tmp_path / "parts", lifecycle=life)
     play(parts, stop=4)  # between two moves, and between two KLs
-    recorded = json.loads((parts.out / "config.json").read_text())["config"]
-    assert run_config.from_json(Config, recorded, source=parts.out) == parts
+    fields = json.loads((parts.out / "config.json").read_text())["config"]
+    assert reread.config(Config, fields, source=parts.out) == parts
     again = play(dataclasses.replace(parts, resume=True))
     assert toys.leaves_equal(
         *({**s, "root_key": jax.random.key_data(s["root_key"])} for s in (again, whole))

@@ -11,7 +11,7 @@ import toy_storage
 
 from rlhf_jax.runs.object_storage import urls
 from rlhf_jax.runs.proof import run_files
-from rlhf_jax.runs.snapshots import files
+from rlhf_jax.runs.snapshots import files, resume
 
 MISSING = [n for n in ("gcsfs", "gcp_storage_emulator") if find_spec(n) is None]
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"no {', '.join(MISSING)}")
@@ -77,7 +77,7 @@ def assert_whole(url: str) -> None:
     folder = urls.fetched(url)
     assert run_files.check(folder).faults == []
     for stage in folder.glob("snapshots/*"):
-        for step in files.numbers(stage):
+        for step in resume.steps(stage):
             assert files.check(stage, step).verdict == "whole"
 
 

@@ -21,8 +21,8 @@ import toys
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import metrics, run
 from rlhf_jax.runs.run_config import RunConfig
-from rlhf_jax.runs.snapshots import integrity
-from rlhf_jax.runs.snapshots.files import check, numbers, read_arrays
+from rlhf_jax.runs.snapshots import integrity, resume
+from rlhf_jax.runs.snapshots.files import check, read_arrays
 from rlhf_jax.runs.snapshots.integrity import LIST, DamagedError
 from rlhf_jax.runs.snapshots.snapshots import Snapshots, _flat, _raw
 from rlhf_jax.train import main
@@ -344,7 +344,7 @@ def test_a_damaged_newest_snapshot_is_gone_back_from(out, finished, capsys):
         capsys.readouterr().err
     )
     # What was computed again stands in its place, and is what the next resume takes.
-    assert numbers(folder) == [4, 6]
+    assert resume.steps(folder) == [4, 6]
     assert check(folder, 6).verdict == "whole"
     assert play(out, resume=True) == finished[1]
     damage(out, "second", 6)

@@ -19,7 +19,7 @@ from rlhf_jax.runs import run
 from rlhf_jax.runs.folder import write_summary
 from rlhf_jax.runs.proof import run_files
 from rlhf_jax.runs.run_config import RunConfig
-from rlhf_jax.runs.snapshots import files
+from rlhf_jax.runs.snapshots import files, resume
 from rlhf_jax.runs.snapshots.integrity import LIST
 from rlhf_jax.train.queries import verify
 
@@ -93,7 +93,7 @@ def test_a_run_killed_as_it_saves_goes_on(whole, tmp_path, moment, capsys):
     killed_at(out, moment)
     saved = out / "snapshots" / "toy"
     assert {path.name for path in saved.iterdir()} == MOMENTS[moment]
-    for step in files.numbers(saved):
+    for step in resume.steps(saved):
         assert files.check(saved, step).damage is None
     verify.verify(out)
     doubted = f"{LIST} is" in capsys.readouterr().out

@@ -139,7 +139,7 @@ def test_the_config_is_read_from_the_snapshot_that_orbax_wrote(begun):
 def test_an_edited_config_is_refused_beside_a_damaged_snapshot(begun):
     """Checked against the newest readable snapshot, here 2 of 2 and 4."""
     stage = begun.out / "snapshots" / "only"
-    assert files.numbers(stage) == [2, 4]
+    assert resume.steps(stage) == [2, 4]
     (stage / "4" / "meta" / "metadata").write_bytes(b"{")
     (stage / "²").mkdir()  # a digit to Python, and no number
     edited = dataclasses.replace(begun, resume_from=2, kl_coef=0.2)
@@ -153,19 +153,19 @@ def test_a_row_that_a_reward_reads_may_not_change(tmp_path):
     rows = [{"prompt": "2 + 2", "answer": 4}, {"prompt": "1 + 1", "answer": 2}]
     # Of the JSON text, by hand.
     text = '[{"answer": 4, "prompt": "2 + 2"}, {"answer": 2, "prompt": "1 + 1"}]'
-    assert digests.of_rows(rows) == hashlib.sha256(text.encode()).hexdigest()
+    assert digests.of_values(rows) == hashlib.sha256(text.encode()).hexdigest()
     other = [{"prompt": "2 + 2", "answer": 5}, rows[1]]
     config = Config(out=tmp_path / "run")
-    play(config, meta={"rows_digest": digests.of_rows(rows)}, stop=4)
+    play(config, meta={"rows_digest": digests.of_values(rows)}, stop=4)
     again = dataclasses.replace(config, resume=True)
     with pytest.raises(InputError, match=r"snapshot 4 of only: expected rows_digest"):
-        play(again, meta={"rows_digest": digests.of_rows(other)})
-    play(again, meta={"rows_digest": digests.of_rows(rows)})
+        play(again, meta={"rows_digest": digests.of_values(other)})
+    play(again, meta={"rows_digest": digests.of_values(rows)})
 
 
 def test_rows_with_values_that_json_does_not_hold():
     one, same, other = (
-        digests.of_rows([{"image": value}]) for value in (b"1", b"1", b"2")
+        digests.of_values([{"image": value}]) for value in (b"1", b"1", b"2")
     )
     assert one == same != other
 

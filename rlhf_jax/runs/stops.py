@@ -1,4 +1,6 @@
-"""A time limit on user code, once a signal asks the run to stop.
+"""Stops by signals: within a time limit, and never dropped.
+
+`Deadline` limits the time of user code, once a signal asks the run to stop:
 
     with Deadline(seconds=20.0) as deadline:
         for step in range(num_steps):
@@ -14,6 +16,10 @@ lock, as `re` does, a timer's handler suspends it so that the other thread can r
 
 C code that holds the lock and never checks for signals blocks both threads. Such a
 process ends only by SIGKILL, and resumes from its newest snapshot.
+
+`sent_again` repeats a signal whose exception Python has dropped. A signal's handler
+runs wherever the main thread is. If it raises inside a finalizer, or a callback of the
+garbage collector (JAX has one), Python only reports the exception.
 """
 
 from __future__ import annotations
@@ -21,16 +27,16 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
-from typing import Self
-
-from rlhf_jax.functional import checks
+from typing import Any, Self
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 TICK = 0.5  # seconds of CPU time between two checks
+LATER = 0.05  # seconds until a signal is repeated, which no finalizer should take
 _CLOSED = 0  # written to the pipe in place of a signal's number
 
 
@@ -49,6 +55,9 @@ class Deadline:
         Raises:
           InputError: `seconds` is not positive.
         """
+        # Not at the top of the file: processes of verifiers do without JAX.
+        from rlhf_jax.functional import checks
+
         checks.positive(stop_timeout=seconds)
         self.seconds = seconds
         self._changed = threading.Condition()
@@ -163,3 +172,33 @@ def _forget() -> None:
 
 if hasattr(os, "register_at_fork"):  # POSIX systems
     os.register_at_fork(after_in_child=_forget)
+
+
+def sent_again(
+    signals: Mapping[type[BaseException], signal.Signals],
+) -> Callable[[Any], Any]:
+    """Installs a hook that sends a signal again if Python drops its exception.
+
+    The signal is sent after a delay, since its handler would raise at the same place
+    otherwise. An exception that was not dropped sends nothing, so that no handler
+    interrupts the cleanup.
+
+    Args:
+      signals: {exception that the handler raises: signal}, subclasses first.
+
+    Returns:
+      The former `sys.unraisablehook`.
+    """
+    before = sys.unraisablehook
+
+    def hook(error: Any, /) -> None:
+        for kind, signum in signals.items():
+            if issubclass(error.exc_type, kind):
+                again = threading.Timer(LATER, os.kill, (os.getpid(), signum))
+                again.daemon = True
+                again.start()
+                return
+        before(error)
+
+    sys.unraisablehook = hook
+    return before

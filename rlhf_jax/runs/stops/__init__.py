@@ -1,1 +1,0 @@
-"""Stops by signals: within a time limit, and never dropped."""
