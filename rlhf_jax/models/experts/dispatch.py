@@ -137,7 +137,8 @@ def _of_device(
     most = counts.sum(axis=(0, 2)).max()  # rows that a device receives
     turns = jnp.int32(1) if room == devices * size else -(-most // room)
     turn = functools.partial(_turn, compute, room, expert)
-    return _summed(turn, turns, (order, counts), (x, shares, weights)).astype(x.dtype)
+    y: Any = _summed(turn, turns, (order, counts), (x, shares, weights))
+    return y.astype(x.dtype)
 
 
 def _combined(rows: Array, shares: Array, order: Array) -> Array:
