@@ -202,12 +202,24 @@ def test_rows_travel_to_their_experts_and_no_weights_of_others(name):
         ("llama-2-70b-full-v5p-2x4x4", "Llama 2 70B {:.1f} on 32 v5p"),
         ("llama-2-70b-lora-v5p-2x2x1", "with adapters {:.1f} on 4"),
         ("gpt-oss-20b-grpo-h100-2x8", "gpt-oss 20B {:.1f} of {:.1f} on 16 H100"),
+        ("qwen3.5-4b-grpo-8k-v6e-4x4", "takes {:.1f} of {:.1f} on 16 v6e"),
     ],
 )
 def test_what_others_take(name, text):
     result = recorded(name)
     peak, most = result["peak"]["total"] / GIB, result["chip"]["memory"] / GIB
     assert re.search(re.escape(text.format(peak, most)), README)
+
+
+def test_a_hybrid_of_8k_on_16_v6e():
+    """GRPO of Qwen3.5-4B, 64 rows, whose sampler reads weights and states once."""
+    result = recorded("qwen3.5-4b-grpo-8k-v6e-4x4")
+    assert result["fits"]
+    assert (result["chips"], result["tokens"]) == (16, 64 * 8192)
+    [turn] = [one["seconds_of_turn"] for one in result["programs"] if one["turns"]]
+    token, step = 1e3 * turn["bound"], result["seconds"]
+    assert f"a token takes {token:.2f} ms and a step {step:.1f} s" in README
+    assert turn["memory"] < 1.4 * turn["by_hand"]
 
 
 def test_a_plan_of_a_mixture_says_what_its_experts_take(capsys):
