@@ -38,7 +38,7 @@ RULES: Rules = {
     "layers": None,
     "vocab": "tensor",
     "positions": "tensor",
-    "embed": ("fsdp", "context"),
+    "embed": ("fsdp", "expert", "context"),  # without what "experts" takes
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
@@ -76,7 +76,8 @@ def shardings(
     Args:
       tree: arrays or `jax.ShapeDtypeStruct`s, with parameters at any depth.
       mesh: None is the mesh that is set (`jax.set_mesh`).
-      rules: logical axis -> axis of the mesh, or axes that share it.
+      rules: logical axis -> axis of the mesh, or axes that share it, of which those
+        that an earlier dimension takes are left out.
       small: elements; a leaf that no rule shards is replicated up to this size. A
         larger parameter is sharded over the axes of "embed" or "heads".
 
@@ -132,7 +133,9 @@ def _spec(
     taken: list[str] = []  # mesh axes in the spec, each of which may occur once
     scales = False  # whether these are scales, of size 1 along a sharded axis
     for name, size in zip(names or (None,) * len(shape), shape, strict=True):
-        mesh_axes = () if name is None else _axes(name, rules=rules, sizes=sizes)
+        mesh_axes = ()
+        if name is not None:
+            mesh_axes = _axes(name, rules=rules, sizes=sizes, taken=taken)
         # An axis of one device shards nothing.
         mesh_axes = tuple(axis for axis in mesh_axes if sizes[axis] > 1)
         if not mesh_axes or size == 1:
@@ -197,10 +200,12 @@ def _elsewhere(
     return None
 
 
-def _axes(name: str, *, rules: Rules, sizes: dict[str, int]) -> tuple[str, ...]:
+def _axes(
+    name: str, *, rules: Rules, sizes: dict[str, int], taken: Sequence[str] = ()
+) -> tuple[str, ...]:
     rule = rules.get(name, "no rule")
-    if isinstance(rule, tuple):  # a mesh need not have all of them
-        return tuple(axis for axis in rule if axis in sizes)
+    if isinstance(rule, tuple):  # those that the mesh has and no other dimension took
+        return tuple(axis for axis in rule if axis in sizes and axis not in taken)
     if rule is not None and rule not in sizes:
         got = repr(rule) if name in rules else "no rule"
         raise InputError(

@@ -180,9 +180,9 @@ class _Walker:
 
     def _of_name(self, loop: Line) -> float | None:
         name = re.search(r'op_name="([^"]*)"', loop.rest)
-        own = re.search(rf"{grouped.TURNS}(\d+)", "" if name is None else name[1])
-        if own is not None:
-            return float(own[1])
+        own = re.findall(rf"{grouped.TURNS}(\d+)", "" if name is None else name[1])
+        if own:  # the innermost: such a loop may contain others
+            return float(own[-1])
         scopes = () if name is None else name[1].split("/")
         return next((self._named[part] for part in scopes if part in self._named), None)
 
@@ -231,10 +231,9 @@ class _Walker:
         else:
             devices, nodes = self._group(line)
         if kind == "ragged-all-to-all":
-            # A device has room for all rows of all devices (`experts/dispatch.py`), and
-            # sends and receives its share of them.
-            room = max(leaf.size for x in line.operands for leaf in lines[x].result)
-            operand_bytes = room // devices
+            # Of the rows that are sent and the room for them (`experts/dispatch.py`),
+            # one is an even share, and the other at least as many.
+            operand_bytes = min(lines[x].result[0].size for x in line.operands[:2])
         size = operand_bytes * devices if kind == "all-gather" else operand_bytes
         if devices > 1:
             total.collectives[Collective(kind, size, devices, nodes)] += 1

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,6 +106,81 @@ def assert_equal(output, expected):
         jax.tree.leaves(of_params), jax.tree.leaves(of_others), strict=True
     ):
         np.testing.assert_allclose(mine, other, atol=2e-6)
+
+
+def as_documented(rows, output, start, count, place, coming, *, axis_name):
+    """`jax.lax.ragged_all_to_all`, which XLA:CPU lacks."""
+    every = jax.lax.all_gather((rows, start, count, place), axis_name)
+    own = jax.lax.axis_index(axis_name)
+    for sent, start, count, place in zip(*every, strict=True):
+        number = jnp.arange(len(sent), dtype=jnp.int32) - start[own]
+        taken = (number >= 0) & (number < count[own])
+        at = jnp.where(taken, place[own] + number, len(output))
+        output = output.at[at].set(sent, mode="drop")
+    agreed = (coming == every[2][:, own]).all()
+    return jnp.where(agreed, output, jnp.nan)
+
+
+def mixture(x, shares, weights, chosen):
+    def gate(up, gate):
+        return up * jax.nn.sigmoid(gate)
+
+    y = dispatch.mixed(x, chosen, shares, weights=weights, gate=gate)
+    return (y * jnp.sin(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)).sum(), y
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["all_to_all", "ragged"])
+@pytest.mark.parametrize("room", [1, 2])
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_rows_beyond_the_room_arrive_in_further_turns(
+    devices, room, engine, monkeypatch
+):
+    """Random routing, an even one, and one to the experts of a single device."""
+    monkeypatch.setattr(dispatch, "LEAST", 1)
+    monkeypatch.setattr(dispatch, "ROOM", room)
+    rng = np.random.default_rng(0)
+    tokens, width, inner = 24, 8, 4
+    normal = functools.partial(rng.normal, size=(8, width, inner))
+    weights = {
+        "up": {"kernel": normal(), "bias": normal()[:, 0]},
+        "gate": {"kernel": normal(), "bias": normal()[:, 0]},
+        "down": {"kernel": normal().swapaxes(1, 2), "bias": normal()[..., 0]},
+    }
+    x, shares = rng.normal(size=(tokens, width)), rng.uniform(size=(tokens, 1))
+    x, shares, weights = jax.tree.map(jnp.float32, (x, shares, weights))
+    run = jax.value_and_grad(mixture, argnums=(0, 1, 2), has_aux=True)
+    of_one = jax.jit(run)
+    routings = rng.integers(8, size=tokens), np.arange(tokens) % 8, np.full(tokens, 7)
+    routings = [routing.astype(np.int32)[:, None] for routing in routings]
+    expected = [of_one(x, shares, weights, routing) for routing in routings]
+    if engine == "ragged":
+        monkeypatch.setattr(jax.lax, "ragged_all_to_all", as_documented)
+        monkeypatch.setattr(
+            jax.lax, "platform_dependent", lambda *args, default, **_: default(*args)
+        )
+    mesh = MeshShape(data=8 // devices, expert=devices).make()
+    on_mesh = jax.jit(sharding.on(mesh, run))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    x, shares, weights = jax.device_put((x, shares, weights), everywhere)
+    routings = jax.device_put(routings, everywhere)
+    for routing, of_device in zip(routings, expected, strict=True):
+        chex.assert_trees_all_close(
+            on_mesh(x, shares, weights, routing), of_device, rtol=1e-5, atol=1e-5
+        )
+
+
+def test_other_parameters_are_sharded_over_the_devices_of_experts():
+    mesh = MeshShape(fsdp=2, expert=4).make()
+    whole = jax.eval_shape(params)
+    found = sharding.shardings(whole, mesh=mesh)
+    both = ("fsdp", "expert")
+    spec = jax.sharding.PartitionSpec
+    assert found["embed"]["tokens"].spec == spec(None, both)
+    attention, experts = (found["layers"][name] for name in ("attention", "experts"))
+    assert attention["query"]["kernel"].spec == spec(None, both)
+    assert attention["output"]["kernel"].spec == spec(None, None, both)
+    assert experts["up"]["kernel"].spec == spec(None, "expert", "fsdp")
 
 
 @jax.custom_vjp

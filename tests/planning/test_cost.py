@@ -12,6 +12,7 @@ from rlhf_jax import decoder, logprobs, policy
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.models import config
 from rlhf_jax.models.attention import blockwise, blockwise_passes, ring_passes
+from rlhf_jax.models.experts import grouped
 from rlhf_jax.models.positions import AttentionMask
 from rlhf_jax.planning import cost, workload
 from rlhf_jax.planning.hlo import exchanges
@@ -227,13 +228,13 @@ def test_what_leaves_a_node():
 
 
 RAGGED = """
-ENTRY %main (p: bf16[64,128], q: bf16[512,128], i: s32[8]) -> bf16[512,128] {
+ENTRY %main (p: bf16[64,128], q: bf16[128,128], i: s32[8]) -> bf16[64,128] {
   %p = bf16[64,128]{1,0} parameter(0)
-  %q = bf16[512,128]{1,0} parameter(1)
+  %q = bf16[128,128]{1,0} parameter(1)
   %i = s32[8]{0} parameter(2)
   %c = s32[8]{0} all-to-all(%i), channel_id=1, replica_groups=[1,8]<=[8]
-  %r = bf16[512,128]{1,0} ragged-all-to-all(%p, %q, %i, %i, %i, %c), channel_id=1, replica_groups=[1,8]<=[8]
-  ROOT %b = bf16[512,128]{1,0} ragged-all-to-all(%r, %q, %i, %c, %i, %i), channel_id=1, replica_groups=[1,8]<=[8]
+  %r = bf16[128,128]{1,0} ragged-all-to-all(%p, %q, %i, %i, %i, %c), channel_id=1, replica_groups=[1,8]<=[8]
+  ROOT %b = bf16[64,128]{1,0} ragged-all-to-all(%r, %p, %i, %c, %i, %i), channel_id=1, replica_groups=[1,8]<=[8]
 }
 """  # noqa: E501
 
@@ -244,6 +245,22 @@ def test_rows_that_are_sent_to_their_experts_and_not_the_room_for_them():
         Collective("all-to-all", 4 * 8, 8): 1,
         Collective("ragged-all-to-all", 2 * 64 * 128, 8): 2,
     }
+
+
+def test_turns_of_a_loop_in_another():
+    """Both are named with the turns that are expected, here 2 of 3 and 5 of 7."""
+
+    def run(x, few, many):
+        def inner(_, x):
+            with jax.named_scope(f"{grouped.TURNS}5"):
+                return jax.lax.fori_loop(0, many, lambda _, x: x @ x, x)
+
+        with jax.named_scope(f"{grouped.TURNS}2"):
+            return jax.lax.fori_loop(0, few, inner, x)
+
+    work = cost_of(run, jnp.ones((8, 8)), jnp.int32(3), jnp.int32(7))
+    assert work.flops == 2 * 5 * 2 * 8**3
+    assert work.unknown_loops == 0
 
 
 OF_ONE_CHANNEL = """

@@ -7,12 +7,13 @@ weights, by one all-to-all there and one back:
 
     device          0                    1                 2 experts on each
     its rows        e0 e1 e2 e2          e1 e3 e3 e3
-    sent to 0       e0 e1 ·  ·           e1 ·  ·  ·        room for all of its rows
-    sent to 1       e2 e2 ·  ·           e3 e3 e3 ·
+    sent to 0       e0 e1                e1
+    sent to 1       e2 e2                e3 e3 e3
     multiplied      e0 e1 e1             e2 e2 e3 e3 e3
 
-No row is dropped: every device has room for all rows of all devices. TPUs and GPUs send
-only actual rows (`jax.lax.ragged_all_to_all`); a CPU sends the empty places too.
+No row is dropped. A device has room for `ROOM` times an even share of the rows; when
+more arrive anywhere along `expert`, its devices take further turns. TPUs and GPUs send
+only actual rows (`jax.lax.ragged_all_to_all`); a CPU sends empty places too.
 """
 
 from __future__ import annotations
@@ -20,18 +21,21 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from rlhf_jax.models import axes
-from rlhf_jax.models.experts.grouped import Load, grouped_product
+from rlhf_jax.models.experts.grouped import TURNS, Load, grouped_product
 
 Array = jax.Array
 # "up", "gate" and "down": {"kernel": [E, in, out], "bias": [E, out], "lora_a": ...}.
 Weights = Mapping[str, Mapping[str, Array]]
 Gate = Callable[[Array, Array], Array]  # (up, gate) -> the input of `down`
+ROOM = 2  # rows that a device receives in a turn, over an even share
+LEAST = 1024  # rows that a device always has room for
 
 
 def mixed(
@@ -117,24 +121,30 @@ def _of_device(
     order = jnp.argsort(chosen.reshape(-1), stable=True)
     group = chosen.reshape(-1)[order]
     sizes = _sizes(group, own * devices)
-    rows = x[order // chosen.shape[1]]
+    size = order.shape[0]
 
     # If routing is even, a device receives as many rows as it sends; `missed` is the
     # share of experts without a token.
     missed = (1 - chosen.shape[1] / (own * devices)) ** (x.shape[0] * devices)
-    load = Load(rows.shape[0], own * (1 - missed))
-
-    def compute(rows: Array, group: Array, sizes: Array) -> Array:
-        return _experts(
-            *(rows, group, sizes), load=load, weights=weights, gate=gate, tensor=tensor
-        )
-
+    load = Load(size, own * (1 - missed))
+    compute = functools.partial(_experts, load=load, gate=gate, tensor=tensor)
     if expert is None:
-        rows = compute(rows, group, sizes)
-    else:
-        rows = _exchanged(rows, group, sizes, compute=compute, axis=expert)
-    rows = rows[jnp.argsort(order)].reshape(*chosen.shape, -1).astype(jnp.float32)
-    return (rows * shares[..., None]).sum(axis=1).astype(x.dtype)
+        rows = compute(x[order // chosen.shape[1]], group, sizes, weights)
+        return _combined(rows, shares, order).astype(x.dtype)
+    # Rows by device that sends them, device that receives them, and expert there.
+    counts = jax.lax.all_gather(sizes.reshape(devices, own), expert)
+    room = min(devices * size, max(ROOM * size, LEAST))
+    most = counts.sum(axis=(0, 2)).max()  # rows that a device receives
+    turns = jnp.int32(1) if room == devices * size else -(-most // room)
+    turn = functools.partial(_turn, compute, room, expert)
+    y: Any = _summed(turn, turns, (order, counts), (x, shares, weights))
+    return y.astype(x.dtype)
+
+
+def _combined(rows: Array, shares: Array, order: Array) -> Array:
+    """f32[N, D], Σ_e w_e · row_e of every token."""
+    rows = rows[jnp.argsort(order)].reshape(*shares.shape, -1).astype(jnp.float32)
+    return (rows * shares[..., None]).sum(axis=1)
 
 
 def _sizes(group: Array, count: int) -> Array:
@@ -148,9 +158,9 @@ def _experts(
     x: Array,
     group: Array,
     sizes: Array,
+    weights: Weights,
     *,
     load: Load,
-    weights: Weights,
     gate: Gate,
     tensor: str | None,
 ) -> Array:
@@ -180,86 +190,115 @@ def _experts(
     return linear("down", gate(linear("up", x), linear("gate", x)))
 
 
-def _exchanged(
-    rows: Array,
-    group: Array,
-    sizes: Array,
-    *,
-    compute: Callable[[Array, Array, Array], Array],
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _summed(turn: Any, turns: Array, routing: Any, arguments: Any) -> Array:
+    """f32[N, D], Σ_n turn(routing, n, *arguments) over the turns n.
+
+    The gradient reaches `arguments`, and computes each turn again.
+    """
+
+    def add(number: Array, total: Array) -> Array:
+        return total + turn(routing, number, *arguments)
+
+    zeros = jnp.zeros(arguments[0].shape, jnp.float32)
+    with jax.named_scope(f"{TURNS}1"):
+        return jax.lax.fori_loop(0, turns, add, zeros)
+
+
+def _summed_backward(turn: Any, residuals: Any, gradient: Array) -> Any:
+    turns, routing, arguments = residuals
+
+    def add(number: Array, totals: Any) -> Any:
+        _, pulled = jax.vjp(functools.partial(turn, routing, number), *arguments)
+        return jax.tree.map(jnp.add, totals, pulled(gradient))
+
+    zeros = jax.tree.map(jnp.zeros_like, arguments)
+    with jax.named_scope(f"{TURNS}1"):
+        return None, None, jax.lax.fori_loop(0, turns, add, zeros)
+
+
+_summed.defvjp(lambda turn, *args: (_summed(turn, *args), args), _summed_backward)
+
+
+def _turn(
+    compute: Callable[[Array, Array, Array, Weights], Array],
+    room: int,
     axis: str,
+    routing: tuple[Array, Array],
+    number: Array,
+    x: Array,
+    shares: Array,
+    weights: Weights,
 ) -> Array:
-    """Calls compute(rows, group, sizes) with every row on the device of its expert."""
-    devices, size = jax.lax.axis_size(axis), rows.shape[0]
-    of_device = sizes.reshape(devices, -1)  # rows for each expert of each device
-    own = of_device.shape[1]
-    counts = of_device.sum(axis=1)
-    start = jnp.cumsum(counts, dtype=jnp.int32) - counts
-    coming = jax.lax.all_to_all(of_device, axis, 0, 0)
-    arrived = _swapped(
-        rows, start=start, counts=counts, coming=coming.sum(axis=1), axis=axis
-    )
-    # The expert of each place, or `own` if the place is empty.
-    place = jnp.arange(size, dtype=jnp.int32)
-    ends = jnp.cumsum(coming, axis=1, dtype=jnp.int32)
-    number = jax.vmap(lambda ends: jnp.searchsorted(ends, place, side="right"))(ends)
-    number = number.astype(jnp.int32).reshape(-1)
-    order = jnp.argsort(number, stable=True)
-    computed = compute(arrived[order], number[order], coming.sum(axis=0))
-    computed = computed[jnp.argsort(order)]
-    # Rows from device s are in its places again, and return there.
-    back = _returned(computed, counts=counts, coming=coming.sum(axis=1), axis=axis)
-    device = group // own
-    return back[device * size + jnp.arange(size, dtype=jnp.int32) - start[device]]
+    """f32[N, D], the terms of the rows that arrive in one turn, at most `room`.
 
+    Rows that arrive at a device have places there by sender, then by expert, of which a
+    turn takes the next `room`:
 
-def _swapped(
-    rows: Array, *, start: Array, counts: Array, coming: Array, axis: str
-) -> Array:
-    """[G·M, D], the rows that each device sends here; device s fills places from s·M.
+        place          0  1  2  3  4
+        at device 1    e2 e2 e3 e3 e3      two of device 0, three of device 1
 
     Args:
-      start, counts: i32[G], first row and number of rows sent to each device.
-      coming: i32[G], number of rows received from each.
+      routing: i32[M], the rows by expert, and i32[G, G, E/G], the rows from a device to
+        a device for each expert there.
     """
-    devices, size = counts.shape[0], rows.shape[0]
+    order, counts = routing
+    rows, low = x[order // shares.shape[1]], number * room
+    count = counts.sum(axis=2)
+    begin = jnp.cumsum(count, axis=0, dtype=jnp.int32) - count
+    place, end = (jnp.clip(at - low, 0, room) for at in (begin, begin + count))
+    start = jnp.cumsum(count, axis=1, dtype=jnp.int32) - count
+    start = start + jnp.clip(low - begin, 0, count)
+    moved = end - place
+    arrived = _sent(rows, start, place, moved, places=room, axis=axis)
+
+    here = counts[:, jax.lax.axis_index(axis)]
+    devices, own = here.shape
+    ends = jnp.cumsum(here.reshape(-1), dtype=jnp.int32) - low
+    chunk = jnp.searchsorted(ends, jnp.arange(room, dtype=jnp.int32), side="right")
+    # The expert of each place, or `own` if the place is empty.
+    group = jnp.where(chunk < devices * own, chunk % own, own).astype(jnp.int32)
+    sizes = jnp.diff(jnp.clip(ends, 0, room), prepend=jnp.zeros(1, jnp.int32))
+    by_expert = jnp.argsort(group, stable=True)
+    computed = compute(
+        arrived[by_expert],
+        group[by_expert],
+        sizes.reshape(devices, own).sum(axis=0),
+        weights,
+    )
+    computed = computed[jnp.argsort(by_expert)]
+    back = _sent(computed, place.T, start.T, moved.T, places=rows.shape[0], axis=axis)
+    return _combined(back, shares, order)
+
+
+def _sent(
+    rows: Array, start: Array, place: Array, count: Array, *, places: int, axis: str
+) -> Array:
+    """[places, D]: rows that the devices along `axis` send to this one; 0 elsewhere.
+
+    Args:
+      start, place, count: i32[G, G], for a device that sends and one that receives: the
+        first row to send, its place there, and the number of rows.
+    """
+    own = jax.lax.axis_index(axis)
+    coming = count[:, own]
 
     def with_room(rows: Array) -> Array:
-        place = jnp.arange(size, dtype=jnp.int32)
-        at = jnp.minimum(start[:, None] + place[None], size - 1)
-        filled = (place[None] < counts[:, None])[..., None]
-        sent = jnp.where(filled, rows[at], jnp.zeros((), rows.dtype))
-        return jax.lax.all_to_all(sent, axis, 0, 0).reshape(devices * size, -1)
+        width = jnp.arange(min(rows.shape[0], places), dtype=jnp.int32)
+        sent = rows.at[start[own][:, None] + width[None]].get(mode="clip")
+        parts = jax.lax.all_to_all(sent, axis, 0, 0)
+        at = jnp.arange(places, dtype=jnp.int32)[None] - place[:, own][:, None]
+        filled = (at >= 0) & (at < coming[:, None])
+        sender = filled.argmax(axis=0)
+        row = jnp.take_along_axis(at, sender[None], axis=0)[0]
+        arrived = parts.at[sender, row].get(mode="clip")
+        return jnp.where(filled.any(axis=0)[:, None], arrived, 0)
 
     def ragged(rows: Array) -> Array:
-        first = jax.lax.axis_index(axis).astype(jnp.int32) * size
         return jax.lax.ragged_all_to_all(
             rows,
-            jnp.zeros((devices * size, rows.shape[1]), rows.dtype),
-            *(start, counts, jnp.broadcast_to(first, (devices,)), coming),
-            axis_name=axis,
-        )
-
-    return jax.lax.platform_dependent(rows, cpu=with_room, default=ragged)
-
-
-def _returned(rows: Array, *, counts: Array, coming: Array, axis: str) -> Array:
-    """[G·M, D], the rows of `_swapped`, returned to the devices that sent them."""
-    devices = counts.shape[0]
-    size = rows.shape[0] // devices
-
-    def with_room(rows: Array) -> Array:
-        parts = rows.reshape(devices, size, -1)
-        return jax.lax.all_to_all(parts, axis, 0, 0).reshape(rows.shape)
-
-    def ragged(rows: Array) -> Array:
-        first = jax.lax.axis_index(axis).astype(jnp.int32) * size
-        return jax.lax.ragged_all_to_all(
-            rows,
-            jnp.zeros_like(rows),
-            jnp.arange(devices, dtype=jnp.int32) * size,
-            coming,
-            jnp.broadcast_to(first, (devices,)),
-            counts,
+            jnp.zeros((places, rows.shape[1]), rows.dtype),
+            *(start[own], count[own], place[own], coming),
             axis_name=axis,
         )
 
