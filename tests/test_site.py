@@ -19,7 +19,7 @@ import rlhf_jax
 
 SITE = ROOT / ".ci" / "site"
 PACKAGE = ROOT / "rlhf_jax"
-MAX_BYTES = 15_000_000
+MAX_BYTES = 12_000_000
 MODULES = [
     file
     for file in sorted(PACKAGE.rglob("*.py"))

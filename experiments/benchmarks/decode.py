@@ -282,7 +282,7 @@ def main(options: Config) -> None:
         summary["uneven"] = uneven_rate = uneven(params, options)
         speed = uneven_rate["tokens_per_second"]
         show(
-            f"Response tokens a second, of {uneven_rate['mean_length']:.1f} a response",
+            f"Tokens per second, of {uneven_rate['mean_length']:.1f} per response",
             [{**speed, "continuous / batches": uneven_rate["ratio"]}],
         )
         show("Temporary memory, MiB", [uneven_rate["temporary_mib"]])

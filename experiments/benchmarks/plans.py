@@ -273,7 +273,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """A Markdown table with a line per plan."""
     header = (
         *("model, tokens, chips", "rows", "training / sampling mesh"),
-        *("peak [GiB a chip]", "step [s]", "tokens/s a chip", "MFU"),
+        *("peak [GiB per chip]", "step [s]", "tokens/s per chip", "MFU"),
         *("MFU of the update", "rollout / score / update"),
     )
     lines = [" | ".join(header), " | ".join("---" for _ in header)]

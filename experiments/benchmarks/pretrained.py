@@ -250,7 +250,7 @@ def show(participants: Mapping[str, Any], *, method: Method, task: Task) -> bool
     peer, _ = PEERS[method]
     rounds = {name: each["rounds"] for name, each in participants.items()}
     report.table(
-        f"{method}, {task.batch_size} responses a step; median (least - most)",
+        f"{method}, {task.batch_size} responses per step; median (least - most)",
         ("", *MEASURED.values(), "cold start [s]"),
         [
             (

@@ -1,6 +1,6 @@
 """A decoded token by hand: the least that a chip must read and send for it.
 
-    memory    every matrix of the layers and the head once, divided by tensor;
+    memory    every matrix but embedding tables once, divided by tensor;
               keys and values of the columns, divided by data, and by tensor as far as
               it divides the heads
     links     over tensor: a sum of [rows, D] for the embedding and two per layer (three
@@ -126,9 +126,12 @@ def heads_devices(model: ModelConfig, mesh: MeshShape) -> int:
 
 
 def matrix_numbers(model: ModelConfig, *, rows: int) -> int:
-    """Number of matrix elements of the layers and the head that `rows` tokens read."""
-    shapes = dict(decoder.shapes(model)["layers"])
-    total = model.padded_vocab_size * model.hidden_size
+    """Number of matrix elements that `rows` tokens read, without rows of embeddings."""
+    params = decoder.shapes(model)
+    shapes = dict(params["layers"])
+    total = model.padded_vocab_size * model.hidden_size  # the head
+    if model.per_layer_width is not None:
+        total += params["embed"]["per_layer_mix"]["kernel"].size
     if model.experts is not None:
         total += shapes.pop("experts")["router"]["weight"].size
         total += round(expert_numbers(model, rows=rows))

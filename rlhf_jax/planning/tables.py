@@ -23,7 +23,7 @@ def show(result: dict[str, Any]) -> None:
     if "sampler_meshes" in result:
         report.table(
             "Meshes to sample on, the best first (resharding included)",
-            ("", "GiB a chip", "seconds, at the least", "ms a token"),
+            ("", "GiB per chip", "seconds, at the least", "ms per token"),
             [
                 (
                     one["mesh"],
@@ -37,7 +37,7 @@ def show(result: dict[str, Any]) -> None:
             ],
         )
     report.table(
-        "Programs [GiB a chip]",
+        "Programs [GiB per chip]",
         ("", *columns),
         [
             (one["name"], *(one["bytes"].get(name, 0) / GIB for name in columns))
@@ -45,7 +45,7 @@ def show(result: dict[str, Any]) -> None:
         ],
     )
     report.table(
-        "Work of a step, a chip",
+        "Work of a step, per chip",
         ("", "TFLOP", "GB read, written", "GB sent"),
         [(one["name"], *(one[name] / unit for name, unit in WORK)) for one in programs],
     )
@@ -81,7 +81,7 @@ def show(result: dict[str, Any]) -> None:
     )
     report.table(
         "Speed, at the most",
-        ("", "stage", "share of the step [%]", "model TFLOP a chip", "MFU [%]"),
+        ("", "stage", "share of the step [%]", "model TFLOP per chip", "MFU [%]"),
         [
             (
                 one["name"],
@@ -96,12 +96,12 @@ def show(result: dict[str, Any]) -> None:
     )
     report.table(
         "Held throughout",
-        ("", "GiB a chip"),
+        ("", "GiB per chip"),
         [(name, size / GIB) for name, size in result["held"].items()],
     )
     columns = ("others", *columns, "total")
     report.table(
-        "Alive at the same time [GiB a chip]",
+        "Alive at the same time [GiB per chip]",
         ("during", *columns),
         [
             (row["during"], *(row[name] / GIB for name in columns))
@@ -121,7 +121,7 @@ def _verdict(result: dict[str, Any]) -> None:
     verdict = "Fits" if result["fits"] else "Does NOT fit"
     print(
         f"{verdict}: {peak['total'] / GIB:.2f} GiB "
-        f"a chip during {peak['during']}, of {chip['memory'] / GIB:.2f} GiB "
+        f"per chip during {peak['during']}, of {chip['memory'] / GIB:.2f} GiB "
         f"({chip['reserved']})"
     )
     _speed(result)
@@ -159,7 +159,7 @@ def _speed(result: dict[str, Any]) -> None:
         f"{stage} {share:.0%}" for stage, share in result["shares"].items()
     )
     print(
-        f"{result['tokens']:,} tokens a step, at most "
+        f"{result['tokens']:,} tokens per step, at most "
         f"{result['tokens_per_second_per_chip']:,.0f} per second and chip; {shares}"
     )
     print(

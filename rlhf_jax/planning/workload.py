@@ -214,9 +214,12 @@ def activation_bytes(
     if model.attention == "xla":  # scores and probabilities in float32
         inner = 2 * 4 * rows * columns**2 * model.num_heads
     total = whole = 0.0
-    for own, layers in Counter(map(model.at, model.attention_layers)).items():
-        gated = 2 if own.output_gate else 1
-        width = own.head_dim * (gated * own.num_heads + 2 * own.num_kv_heads)
+    kinds = Counter((model.at(n), model.source(n)) for n in model.attention_layers)
+    for (own, source), layers in kinds.items():
+        queries = (2 if own.output_gate else 1) * own.num_heads
+        # A layer that reads another's keys and values projects none.
+        keys = 0 if source is not None else 1 if own.keys_as_values else 2
+        width = own.head_dim * (queries + keys * own.num_kv_heads)
         kept, at_work = layer(own, width, inner)
         total, whole = total + layers * kept, max(whole, at_work)
     if model.delta_net is not None:

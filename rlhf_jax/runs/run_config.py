@@ -311,6 +311,10 @@ def _decode(value: Any, kind: Any) -> Any:
     name = kind.__name__ if isinstance(kind, type) else str(kind)
     if origin is typing.Literal:
         name = f"one of {', '.join(map(str, inner))}"
+    elif (spec := choices.spec(kind)) is not None:
+        name = f"a text {spec.metavar}"
+    elif dataclasses.is_dataclass(kind):
+        name = f"an object with {', '.join(f.name for f in dataclasses.fields(kind))}"
     raise TypeError(f"expected {name}, got {json.dumps(value):.80}")
 
 

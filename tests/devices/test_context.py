@@ -210,7 +210,7 @@ def test_auto_passes_keys_round_that_are_too_many_to_gather():
     options = {"backend": "tpu", "context": 4}
     assert layout.choose(model, columns=2**18, **options).engine == "splash"
     choice = layout.choose(model, columns=2**18 + 8, **options)
-    assert choice == ("ring", "as keys and values of a row take 1.0 GiB a layer")
+    assert choice == ("ring", "as keys and values of a row take 1.0 GiB per layer")
     alone = layout.choose(model, columns=2**19, backend="tpu", context=1)
     assert alone.engine == "splash"
 

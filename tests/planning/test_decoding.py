@@ -3,9 +3,11 @@
 import dataclasses
 from typing import Any
 
+import jax
 import planned
 import pytest
 
+from rlhf_jax import decoder
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.devices.placement import AUTO, WITH_POLICY, Place
 from rlhf_jax.models import config as model_config
@@ -33,6 +35,31 @@ def test_weights_and_cache_are_read_once():
     cache = 32 * 2 * 8 * 128 * 2 * 64 * 2048 // 8
     assert (apart.weights, apart.cache) == (2 * NUMBERS, cache)
     assert (together.weights, together.cache) == (2 * NUMBERS // 8, cache)
+
+
+def read_of(params, *, model):
+    """Elements of a tree that a token multiplies with, by the tree itself."""
+    tables = {"tokens", "positions", "per_layer"}  # of which a token reads a row
+    matrices = {
+        "layers": [x for x in jax.tree.leaves(params["layers"]) if len(x.shape) > 2],
+        "embed": [
+            x
+            for name, tree in params["embed"].items()
+            for x in jax.tree.leaves(tree)
+            if name not in tables and len(x.shape) > 1
+        ],
+        "head": jax.tree.leaves(params.get("head", params["embed"]["tokens"])),
+    }
+    return {name: sum(x.size for x in own) for name, own in matrices.items()}
+
+
+@pytest.mark.parametrize("name", sorted(registry.KNOWN))
+def test_every_matrix_of_the_tree_is_read_once(name):
+    """With enough rows each expert is read, too."""
+    model = registry.KNOWN[name]
+    read = read_of(decoder.shapes(model), model=model)
+    assert decoding.matrix_numbers(model, rows=10**6) == sum(read.values())
+    assert (read["embed"] > 0) == (model.per_layer_width is not None)
 
 
 def test_only_devices_that_decode_together_exchange_anything():

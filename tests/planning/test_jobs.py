@@ -120,8 +120,8 @@ def test_advice_of_a_job_without_a_critic():
     resident = {"policy": 4 * 2**30, "policy's optimizer": 8 * 2**30}
     alive = [measured.Alive("learning", 0, 0, 6 * 2**30, 0, 0, 18 * 2**30)]
     lines = advice.advice(config, resident=resident, alive=alive)
-    assert "--lora 16: about 8.00 GiB a chip less" in lines
-    assert "--remat full: about 3.00 GiB a chip less" in lines
+    assert "--lora 16: about 8.00 GiB per chip less" in lines
+    assert "--remat full: about 3.00 GiB per chip less" in lines
 
 
 @pytest.mark.cases(slow=1)

@@ -331,11 +331,11 @@ def test_advice_names_what_saves_most():
     sampling = Alive("sampling", 26 * GIB, 4 * GIB, 1 * GIB, 0, 0, 31 * GIB)
     lines = advice.advice(config, resident=resident, alive=[sampling, learning])
     assert lines[:2] == [
-        "--lora 16: about 24.00 GiB a chip less",
-        "--remat full: about 20.00 GiB a chip less",
+        "--lora 16: about 24.00 GiB per chip less",
+        "--remat full: about 20.00 GiB per chip less",
     ]
-    assert "--reference-storage.dtype int8: about 3.00 GiB a chip less" in lines
-    assert "--micro-batch-size 8: about 20.00 GiB a chip less" in lines
+    assert "--reference-storage.dtype int8: about 3.00 GiB per chip less" in lines
+    assert "--micro-batch-size 8: about 20.00 GiB per chip less" in lines
     lighter, _ = planned.parsed("ppo", "--remat=full", "--reference-storage.dtype=int8")
     again = advice.advice(lighter, resident=resident, alive=[sampling, learning])
     assert not any("remat" in line or "--reference" in line for line in again)
@@ -656,7 +656,7 @@ def test_a_plan_by_this_machine_s_compiler(capsys, tmp_path, monkeypatch):
     seconds = text.partition("(roofline)")[2].partition("Speed")[0]
     assert "latency" in seconds  # of exchanges between the eight chips
     assert "network" not in seconds  # which TPUs have none of: it would be 0 throughout
-    assert f"Fits: {result['peak']['total'] / GIB:.2f} GiB a chip" in text
+    assert f"Fits: {result['peak']['total'] / GIB:.2f} GiB per chip" in text
     asked = []
     monkeypatch.setattr(plan, "plan", lambda *a, **k: asked.append(a) or result)
     plan.run(*planned.parsed("ppo", *words), command="again")  # a plan of its own

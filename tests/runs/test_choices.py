@@ -344,6 +344,15 @@ def test_a_config_is_read_as_it_was_recorded(module, tmp_path):
             "clip_range = 0.1",
             "method.clip_range: unknown; it is --surrogate clip,clip_range=VALUE now",
         ),
+        (
+            "sampler_correction = []",
+            "method.sampler_correction: expected a text ratio|recompute|truncate|mask|"
+            "reject[,KEY=VALUE...], got []",
+        ),
+        (
+            "penalty = 1",
+            "method.penalty: expected an object with value_estimator, ",
+        ),
         ("colour = 1", "method.colour: unknown\n"),
     ],
 )

@@ -18,7 +18,7 @@ import oracles
 import pytest
 import toys
 from glossary_tests import BY_TEST, RECOMPUTED
-from places import ROOT, TESTS
+from places import EXPERIMENTS, ROOT, TESTS
 
 from rlhf_jax import drift, masked, rewards
 from rlhf_jax.algorithms import batch
@@ -193,3 +193,45 @@ def test_a_row_names_the_alarms_that_are_active_at_its_step(tmp_path):
     lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     logged = [json.loads(line).get("alarms") for line in lines]
     assert logged == [["weight_drift"] if x > 0.1 else None for x in drifts]
+
+
+UNITS = r"[KMGT]i?B|T?FLOPs?|ms|s|tokens(?:/s)?|responses|nats"
+THINGS = "chip|device|token|step|second|layer|row|response|prompt|update|program|group"
+A_THING = re.compile(rf"\b(?:{UNITS})(?: of #)? an? (?:{THINGS})\b(?! of)")
+
+
+def printed(tree: ast.Module) -> set[str]:
+    """The texts of a module without docstrings; # stands for a value."""
+    documented = {
+        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)
+    }
+    pieces = {
+        id(x) for n in ast.walk(tree) if isinstance(n, ast.JoinedStr) for x in n.values
+    }
+    texts = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = [
+                x.value if isinstance(x, ast.Constant) else "#" for x in node.values
+            ]
+            texts.add("".join(map(str, parts)))
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in documented | pieces
+        ):
+            texts.add(node.value)
+    return texts
+
+
+def test_a_printed_unit_says_per():
+    found = [
+        f"{file.name}: {text}"
+        for folder in (ROOT / "rlhf_jax", EXPERIMENTS)
+        for file in sorted(folder.rglob("*.py"))
+        for text in printed(ast.parse(file.read_text(encoding="utf-8")))
+        if A_THING.search(text)
+    ]
+    assert not found, "write GiB per chip, not GiB a chip"
+    for wrong in ("of # GiB a chip", "#.00 GiB of # a device"):
+        assert A_THING.search(wrong), wrong

@@ -9,6 +9,7 @@ import jax
 import kill_kinds
 import planned
 import pytest
+import tiny
 import toy_files
 
 from rlhf_jax.devices.mesh_shape import MeshShape
@@ -63,7 +64,7 @@ def test_copies_of_the_state_go_where_they_fit():
     assert lines[0] == "--auto, for 8 x NVIDIA H100 80GB HBM3 and rows of 10 columns:"
     held = (STATE + REFERENCE) / GIB
     assert "--placement.policy data=8: models, optimizers and gradi" in lines[1]
-    assert f"take {held:.2f} GiB of 90.00 a device" in lines[1]
+    assert f"take {held:.2f} GiB of 90.00 per device" in lines[1]
     assert "--remat none --micro-batch-size 16: activations take about " in lines[2]
 
 
@@ -190,6 +191,19 @@ def test_activations_by_hand_are_near_the_compiler_s():
         assert 0.5 < halved / by_hand < 0.75
 
 
+def test_layers_that_read_other_keys_keep_none_of_their_own():
+    """The last two of six: a local one, and a global one whose values are its keys."""
+    model = dataclasses.replace(
+        tiny.SHARED, dtype="bfloat16", remat="dots", wide_shared_mlp=False
+    )
+    own = dataclasses.replace(model, shared_layers=0)
+    of_shared, of_own = (
+        workload.activation_bytes(one, rows=4, columns=8) for one in (model, own)
+    )
+    keys = 2 * model.num_kv_heads * model.head_dim + 8
+    assert of_own - of_shared == 4 * 8 * 2 * keys
+
+
 SUPERVISED = ("sft", "dpo", "reward-model")
 
 
@@ -214,7 +228,7 @@ def test_supervised_commands_choose_too(name):
     assert made(config) == (MeshShape(data=8), "none", None)
     assert f"rows of {columns} columns:" in lines[0]
     held = (STATE + frozen) / GIB
-    assert f"take {held:.2f} GiB of 90.00 a device" in lines[1]
+    assert f"take {held:.2f} GiB of 90.00 per device" in lines[1]
     # A row of each device, of all texts, at just so much memory; then a bit less.
     enough = room_for(STATE + frozen, remat="full", rows=texts, columns=columns)
     config, _ = choose_of(name, memory=enough + 2**16)  # counters, a head of scores

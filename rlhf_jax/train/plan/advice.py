@@ -53,7 +53,7 @@ def advice(
         if micro > mesh.rows:
             savings.append((half, f"--micro-batch-size {micro // 2}"))
     return [
-        f"{what}: about {size / GIB:.2f} GiB a chip less"
+        f"{what}: about {size / GIB:.2f} GiB per chip less"
         for size, what in sorted(savings, reverse=True)
         if size
     ]

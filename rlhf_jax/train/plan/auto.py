@@ -159,7 +159,7 @@ def _updated(
         head,
         f"  --placement.policy {fastest.written(best.mesh)}: models, optimizers and "
         f"gradients take {best.models / GIB:.2f} GiB of {among.room / GIB:.2f} "
-        f"a device",
+        f"per device",
         f"  --remat {best.remat} --micro-batch-size {best.micro}: activations take "
         f"about {best.activations / GIB:.2f} GiB, an update {best.seconds:.2g} s at "
         f"the least",

@@ -69,7 +69,7 @@ def audit_verifier(
         for name, listed in (("solutions", rows), ("cheats", tried))
     }
     report.table(
-        f"{data}, {seconds:g} s a program",
+        f"{data}, {seconds:g} s per program",
         ("programs", "number", "earn 1", "refused", "timed out", "suspicious"),
         [
             (name, one.programs, len(one.right), *one[3:])
