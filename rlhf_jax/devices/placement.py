@@ -48,7 +48,7 @@ PINNED = "pinned_host"
 class Place:
     """Where a role other than the policy is."""
 
-    devices: Literal["policy", "last", "cpu", "auto"] = "policy"
+    devices: Literal["policy", "last", "hosts", "cpu", "auto"] = "policy"
     """Devices: policy, those of the policy; last, the last ones, which the policy
     leaves free; cpu, the host's; auto, the policy's with the fastest mesh to sample."""
     mesh: MeshShape | None = None
@@ -83,8 +83,8 @@ class Place:
                 return cls(where, memory=place_memory)
             if not colon and "=" in where:
                 return cls("policy", MeshShape.parse(where), place_memory)
-            if colon and devices == "last":
-                return cls("last", MeshShape.parse(axes), place_memory)
+            if colon and devices in ("last", "hosts"):
+                return cls(devices, MeshShape.parse(axes), place_memory)
         raise InputError(
             f"place: expected {FORMS} or, of a sampler, auto, got {text!r}; @{PINNED} "
             f"may follow"
@@ -93,7 +93,8 @@ class Place:
     def __str__(self) -> str:
         where = self.devices
         if self.mesh is not None:
-            where = f"last:{self.mesh}" if where == "last" else str(self.mesh)
+            apart = where in ("last", "hosts")
+            where = f"{where}:{self.mesh}" if apart else str(self.mesh)
         return where if self.memory == "device" else f"{where}@{self.memory}"
 
     @property
@@ -104,7 +105,7 @@ class Place:
     @property
     def num_last(self) -> int:
         """Number of last devices that the role takes."""
-        return self._shape.size if self.devices == "last" else 0
+        return self._shape.size if self.devices in ("last", "hosts") else 0
 
     @property
     def _shape(self) -> MeshShape:
@@ -116,8 +117,10 @@ class Place:
             return None
         if not self.apart:
             return policy
-        if self.devices == "last":
-            return self._shape.make(split(jax.devices(), last=self.num_last)[1])
+        if self.devices in ("last", "hosts"):
+            hosts = self.devices == "hosts"
+            devices = split(jax.devices(), last=self.num_last, hosts=hosts)[1]
+            return self._shape.make(devices)
         return self._shape.make(
             sorted(policy.devices.flat, key=lambda device: device.id)
         )
@@ -161,10 +164,15 @@ def _host() -> SingleDeviceSharding:
         ) from error
 
 
-def split(devices: Sequence[Any], *, last: int) -> tuple[list[Any], list[Any]]:
+def split(
+    devices: Sequence[Any], *, last: int, hosts: bool = False
+) -> tuple[list[Any], list[Any]]:
     """Splits off the `last` last devices, equally many of every process.
 
     So every process runs programs of every role, reads their results, and has rows.
+
+    Args:
+      hosts: takes all devices of the last processes instead.
 
     Raises:
       InputError: the number of processes does not divide `last`.
@@ -172,6 +180,12 @@ def split(devices: Sequence[Any], *, last: int) -> tuple[list[Any], list[Any]]:
     of_process: dict[int, list[Any]] = {}
     for device in devices:
         of_process.setdefault(device.process_index, []).append(device)
+    if hosts:
+        taken = 0
+        while taken < last:
+            taken += len(of_process.popitem()[1])
+        kept = [one for own in of_process.values() for one in own]
+        return kept, [one for one in devices if one not in kept]
     share, rest = divmod(last, len(of_process))
     if rest:
         raise InputError(
@@ -232,7 +246,8 @@ class PolicyPlacement:
             )
         with located("--placement.policy"):
             # The last devices go to other roles: those of the policy keep their order.
-            mesh = self.policy.make(split(jax.devices(), last=taken)[0])
+            hosts = any(place.devices == "hosts" for place in places.values())
+            mesh = self.policy.make(split(jax.devices(), last=taken, hosts=hosts)[0])
         for option, place in places.items():  # before any weights are read
             with located(option):
                 place.mesh_beside(mesh)
@@ -297,7 +312,7 @@ class RolloutPlacement(ReferencePlacement):
     @property
     def samples_ahead(self) -> bool:
         """Whether the next responses are sampled while the policy trains on these."""
-        return self.sampler.devices == "last"
+        return self.sampler.devices in ("last", "hosts")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -311,7 +326,7 @@ class Placement(RolloutPlacement):
     def _faults(self) -> Iterator[str]:
         yield from super()._faults()
         if (
-            self.critic.apart and self.critic.devices != "last"
+            self.critic.apart and self.critic.devices not in ("last", "hosts")
         ) or self.critic.memory == PINNED:
             yield (
                 f"--placement.critic: expected policy or last:AXIS=SIZE,..., got "

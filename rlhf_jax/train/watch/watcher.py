@@ -15,7 +15,7 @@ from rlhf_jax.algorithms.batch import Rollout, Sequences
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.text import Written
-from rlhf_jax.devices import row_sharding
+from rlhf_jax.devices import processes, row_sharding
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.roles import rewards
@@ -154,7 +154,7 @@ class Watcher:
                 row["reference"] = text
         if likely is not None:
             others = sampled_tokens.alternatives(
-                shown, jax.device_get(likely), decode=decode
+                shown, processes.whole(likely), decode=decode
             )
             for row, likeliest in zip(rows, others, strict=True):
                 row["alternatives"] = likeliest
