@@ -36,8 +36,8 @@ BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}  # by bytes
 def move(leaf: Any, where: Any) -> Any:
     """`jax.device_put` to a sharding on devices of all processes; asynchronous.
 
-    Both meshes must have devices of every process, and all processes must call this in
-    the same order.
+    All processes must call this in the same order, also those without devices of either
+    mesh. An array without a mesh must be equal in all of them.
     """
     if isinstance(leaf, core.Tracer) or jax.process_count() == 1:
         return jax.device_put(leaf, where)
@@ -56,7 +56,7 @@ def move(leaf: Any, where: Any) -> Any:
         return processes.in_turn(jax.device_put(leaf, where))
     on_device = NamedSharding(where.mesh, where.spec)  # host memory comes last
     program = _program(leaf.shape, leaf.dtype, source, on_device)
-    moved = processes.in_turn(program(leaf))
+    moved = program(leaf)
     if where.memory_kind == moved.sharding.memory_kind:
         return moved
     return jax.device_put(moved, where)
@@ -128,7 +128,8 @@ def _program(
         shards = functools.partial(
             jax.make_array_from_single_device_arrays, dtype=dtype
         )
-        stacked = run(shards((len(devices), *part), rows, shards_in))
+        # Waits here: of the result this process may have no shard to wait for.
+        stacked = processes.in_turn(run(shards((len(devices), *part), rows, shards_in)))
         moved = {shard.device: shard.data[0] for shard in stacked.addressable_shards}
         wanted = processes.local_devices(new)
         return shards(shape, where, [moved[device] for device in wanted])

@@ -210,8 +210,9 @@ def verify(frozen: Frozen, *, fetch: Fetch = jax.device_get) -> None:
         names = np.asarray(fingerprint.paths(frozen.stored))[moved]
         raise ReferenceMovedError(
             f"expected the parameters that were frozen (fingerprint "
-            f"{fingerprint_of(frozen, fetch=fetch).root}), got others in {', '.join(names)}. "
-            f"Something wrote to them: start again from the last verified snapshot"
+            f"{fingerprint_of(frozen, fetch=fetch).root}), got others in "
+            f"{', '.join(names)}. Something wrote to them: start again from the last "
+            f"verified snapshot"
         )
 
 
