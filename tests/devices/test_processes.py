@@ -369,7 +369,7 @@ ON_HOSTS = {
         *("grpo", *OUTSIDE[:-1], "--placement.policy=tensor=2"),
         "--placement.reference={}:tensor=2",
         "--lifecycle.move=mix,every=1,rate=0.5",
-        *("--placement.sampler={}:data=2", "--max-staleness=2"),
+        *("--placement.sampler={}:data=2", "--max-staleness=2", "--num-steps=6"),
     ),
 }
 
@@ -381,7 +381,7 @@ def test_roles_on_a_host_of_their_own(files, tmp_path, name):
     trainer, *argv = ON_HOSTS[name]
     two = [option.format("hosts") for option in argv]
     one = [option.format("last") for option in argv]
-    stopping = {"signal_at": (4, 0, signal.SIGTERM), "expected": 128 + signal.SIGTERM}
+    stopping = {"signal_at": (3, 0, signal.SIGTERM), "expected": 128 + signal.SIGTERM}
     run(trainer, files, tmp_path / "two", *two, **stopping)
     run(trainer, files, tmp_path / "two", *two, "--resume")
     run(trainer, files, tmp_path / "one", *one, count=1, devices=4)
