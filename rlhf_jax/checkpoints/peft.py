@@ -287,7 +287,7 @@ def _supported(config: Mapping[str, Any]) -> None:
 
 
 def _check_base(recorded: str | None, base: Frozen) -> None:
-    fingerprint = frozen.source_fingerprint_of(base).root
+    fingerprint = frozen.source_fingerprint_of(base, fetch=processes.whole).root
     if recorded not in (None, fingerprint):
         raise InputError(
             f"expected the base that they were trained over, fingerprint {recorded}, "

@@ -247,7 +247,9 @@ def save(
                 model=start.model,
                 adapters=trained,
                 lora=lora,
-                base_fingerprint=frozen.source_fingerprint_of(base).root,
+                base_fingerprint=frozen.source_fingerprint_of(
+                    base, fetch=processes.whole
+                ).root,
                 base_name=name,
                 dtype=start.save_dtype,
             )

@@ -36,26 +36,47 @@ BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}  # by bytes
 def move(leaf: Any, where: Any) -> Any:
     """`jax.device_put` to a sharding on devices of all processes; asynchronous.
 
-    Both meshes must have devices of every process, and all processes must call this in
-    the same order.
+    All processes must call this in the same order, also those without devices of either
+    mesh. An array without a mesh must be equal in all of them.
     """
     if isinstance(leaf, core.Tracer) or jax.process_count() == 1:
         return jax.device_put(leaf, where)
-    if not isinstance(leaf, Array) or leaf.is_fully_addressable:
+    source: Any = getattr(leaf, "sharding", None)
+    if not isinstance(source, NamedSharding):  # of the host: every process has it
         return processes.in_turn(jax.device_put(leaf, where))
+    here = jax.process_index()
+    everywhere = source.device_set | where.device_set
+    if all(device.process_index == here for device in everywhere):
+        return jax.device_put(leaf, where)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         # Typed keys have no bits of their own: moves their words and wraps them again.
         words = move(jax.random.key_data(leaf), where)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
-    source: Any = leaf.sharding
     if source.device_set == where.device_set:
         return processes.in_turn(jax.device_put(leaf, where))
     on_device = NamedSharding(where.mesh, where.spec)  # host memory comes last
     program = _program(leaf.shape, leaf.dtype, source, on_device)
-    moved = processes.in_turn(program(leaf))
+    moved = program(leaf)
     if where.memory_kind == moved.sharding.memory_kind:
         return moved
     return jax.device_put(moved, where)
+
+
+def spread(leaf: Any) -> Any:
+    """Where every process has a part of an array: `leaf.sharding`, or all devices.
+
+    Orbax reads and writes an array in all processes. One that only some of them have is
+    spread over the devices of all, along its first dimension that they divide.
+    """
+    where = leaf.sharding
+    if jax.process_count() == 1 or not isinstance(where, NamedSharding):
+        return where
+    if len(processes.owners(where)) == jax.process_count():
+        return where
+    count = jax.device_count()
+    divided = [axis for axis, size in enumerate(leaf.shape) if size % count == 0]
+    spec = PartitionSpec(*(None,) * divided[0], AXIS) if divided else PartitionSpec()
+    return NamedSharding(Mesh(np.array(jax.devices()), (AXIS,)), spec)
 
 
 @functools.cache
@@ -103,8 +124,12 @@ def _program(
             else jax.device_put(np.zeros((1, *part), dtype), device)
             for device in local
         ]
-        shards = jax.make_array_from_single_device_arrays
-        stacked = run(shards((len(devices), *part), rows, shards_in))
+        # A process without devices of either mesh has no shards to tell the dtype.
+        shards = functools.partial(
+            jax.make_array_from_single_device_arrays, dtype=dtype
+        )
+        # Waits here: of the result this process may have no shard to wait for.
+        stacked = processes.in_turn(run(shards((len(devices), *part), rows, shards_in)))
         moved = {shard.device: shard.data[0] for shard in stacked.addressable_shards}
         wanted = processes.local_devices(new)
         return shards(shape, where, [moved[device] for device in wanted])

@@ -13,10 +13,11 @@ A role other than the policy is at one of these places:
 | `policy` | the policy's | the policy's | device |
 | `tensor=8` | the policy's | its own | device |
 | `last`, `last:data=2` | the last, which the policy leaves free | its own | device |
+| `hosts:data=8` | all of the last processes | its own | device |
 | `cpu` | the host's processor | none | the host's |
 
-With several processes, each gives equally many of its last devices. Roles on the last
-devices share them.
+With several processes, each gives equally many of its last devices; `hosts` takes whole
+processes instead. Roles on the last devices, or on hosts, share them.
 
 A sampler may also be at `auto`: before a run begins, this becomes the mesh over the
 policy's devices on which a token takes the least time (`train/rollouts/fastest.py`).
@@ -40,7 +41,8 @@ from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshOption, MeshShape, one_w
 from rlhf_jax.functional.errors import InputError, located, refuse
 
 Params = Any
-FORMS = "policy, AXIS=SIZE,..., last, last:AXIS=SIZE,..., cpu"
+FORMS = "policy, AXIS=SIZE,..., last, last:AXIS=SIZE,..., hosts:AXIS=SIZE,..., cpu"
+LAST = ("last", "hosts")  # devices that the policy leaves free
 PINNED = "pinned_host"
 
 
@@ -48,9 +50,10 @@ PINNED = "pinned_host"
 class Place:
     """Where a role other than the policy is."""
 
-    devices: Literal["policy", "last", "cpu", "auto"] = "policy"
+    devices: Literal["policy", "last", "hosts", "cpu", "auto"] = "policy"
     """Devices: policy, those of the policy; last, the last ones, which the policy
-    leaves free; cpu, the host's; auto, the policy's with the fastest mesh to sample."""
+    leaves free; hosts, all of the last processes; cpu, the host's; auto, the policy's
+    with the fastest mesh to sample."""
     mesh: MeshShape | None = None
     """Mesh over these devices; None is the policy's mesh, or only the last device."""
     memory: Literal["device", "pinned_host"] = "device"
@@ -83,8 +86,8 @@ class Place:
                 return cls(where, memory=place_memory)
             if not colon and "=" in where:
                 return cls("policy", MeshShape.parse(where), place_memory)
-            if colon and devices == "last":
-                return cls("last", MeshShape.parse(axes), place_memory)
+            if colon and devices in LAST:
+                return cls(devices, MeshShape.parse(axes), place_memory)
         raise InputError(
             f"place: expected {FORMS} or, of a sampler, auto, got {text!r}; @{PINNED} "
             f"may follow"
@@ -93,7 +96,7 @@ class Place:
     def __str__(self) -> str:
         where = self.devices
         if self.mesh is not None:
-            where = f"last:{self.mesh}" if where == "last" else str(self.mesh)
+            where = f"{where}:{self.mesh}" if where in LAST else str(self.mesh)
         return where if self.memory == "device" else f"{where}@{self.memory}"
 
     @property
@@ -104,7 +107,7 @@ class Place:
     @property
     def num_last(self) -> int:
         """Number of last devices that the role takes."""
-        return self._shape.size if self.devices == "last" else 0
+        return self._shape.size if self.devices in LAST else 0
 
     @property
     def _shape(self) -> MeshShape:
@@ -116,6 +119,8 @@ class Place:
             return None
         if not self.apart:
             return policy
+        if self.devices == "hosts":
+            return self._shape.make(split_hosts(jax.devices(), last=self.num_last)[1])
         if self.devices == "last":
             return self._shape.make(split(jax.devices(), last=self.num_last)[1])
         return self._shape.make(
@@ -169,9 +174,7 @@ def split(devices: Sequence[Any], *, last: int) -> tuple[list[Any], list[Any]]:
     Raises:
       InputError: the number of processes does not divide `last`.
     """
-    of_process: dict[int, list[Any]] = {}
-    for device in devices:
-        of_process.setdefault(device.process_index, []).append(device)
+    of_process = _of_process(devices)
     share, rest = divmod(last, len(of_process))
     if rest:
         raise InputError(
@@ -183,6 +186,33 @@ def split(devices: Sequence[Any], *, last: int) -> tuple[list[Any], list[Any]]:
         first += own[: len(own) - share]
         others += own[len(own) - share :]
     return first, others
+
+
+def split_hosts(devices: Sequence[Any], *, last: int) -> tuple[list[Any], list[Any]]:
+    """Splits off all devices of the last processes, which together have `last`.
+
+    Raises:
+      InputError: no last processes have together `last` devices, or all have.
+    """
+    first, others = dict(sorted(_of_process(devices).items())), []
+    while len(first) > 1 and len(others) < last:
+        others = first.popitem()[1] + others
+    if len(others) != last:
+        sizes = sorted({len(own) for own in _of_process(devices).values()})
+        raise InputError(
+            f"place: expected hosts with a mesh of all devices of the last processes, "
+            f"which have {' or '.join(map(str, sizes))} each, and of fewer than all "
+            f"processes, got {last} devices; change its mesh, or write last"
+        )
+    return [device for own in first.values() for device in own], others
+
+
+def _of_process(devices: Sequence[Any]) -> dict[int, list[Any]]:
+    """{process: its devices}."""
+    found: dict[int, list[Any]] = {}
+    for device in devices:
+        found.setdefault(device.process_index, []).append(device)
+    return found
 
 
 WITH_POLICY = Place()
@@ -230,9 +260,16 @@ class PolicyPlacement:
                 f"roles take, got {jax.device_count()}; make their meshes smaller, or "
                 f"place them with the policy"
             )
+        kinds = {place.devices for place in places.values()} & {*LAST}
+        if len(kinds) > 1:
+            raise InputError(
+                "--placement: expected roles on the last devices of every process, or "
+                "on hosts of their own, got both; write last or hosts for all"
+            )
         with located("--placement.policy"):
             # The last devices go to other roles: those of the policy keep their order.
-            mesh = self.policy.make(split(jax.devices(), last=taken)[0])
+            apart = split_hosts if "hosts" in kinds else split
+            mesh = self.policy.make(apart(jax.devices(), last=taken)[0])
         for option, place in places.items():  # before any weights are read
             with located(option):
                 place.mesh_beside(mesh)
@@ -255,8 +292,9 @@ class ReferencePlacement(PolicyPlacement):
 
     reference: PlaceOption = WITH_POLICY
     """Place of the reference: policy, a mesh such as tensor=8 over the policy's
-    devices, last or last:MESH for the last devices, or cpu; @pinned_host after it, or
-    alone, keeps the reference in host memory."""
+    devices, last or last:MESH for the last devices, hosts:MESH for those of the last
+    processes, or cpu; @pinned_host after it, or alone, keeps the reference in host
+    memory."""
 
     def __post_init__(self) -> None:
         for role, place in self.places().items():
@@ -270,9 +308,9 @@ class RolloutPlacement(ReferencePlacement):
 
     sampler: PlaceOption = AUTO
     """Place of the sampler: policy; a mesh such as data=2,tensor=4 over the policy's
-    devices, to which parameters are resharded once per iteration; last:MESH, which
-    samples the next responses while the policy trains on these, one step off-policy; or
-    auto, the mesh on which a token takes the least time."""
+    devices, to which parameters are resharded once per iteration; last:MESH or
+    hosts:MESH, which samples the next responses while the policy trains on these, one
+    step off-policy; or auto, the mesh on which a token takes the least time."""
     reward: PlaceOption = WITH_POLICY
     """Place of the reward model, in the forms of --placement.reference."""
 
@@ -288,16 +326,16 @@ class RolloutPlacement(ReferencePlacement):
             or (mesh is not None and mesh.context > 1)
         ):
             yield (
-                f"--placement.sampler: expected policy, AXIS=SIZE,... or "
-                f"last:AXIS=SIZE,... of data, fsdp and tensor, got {self.sampler}; the "
-                f"other places are for frozen models, and a token that is decoded has "
-                f"no columns to share: give context to data"
+                f"--placement.sampler: expected policy, AXIS=SIZE,..., "
+                f"last:AXIS=SIZE,... or hosts:AXIS=SIZE,... of data, fsdp and tensor, "
+                f"got {self.sampler}; the other places are for frozen models, and a "
+                f"token that is decoded has no columns to share: give context to data"
             )
 
     @property
     def samples_ahead(self) -> bool:
         """Whether the next responses are sampled while the policy trains on these."""
-        return self.sampler.devices == "last"
+        return self.sampler.devices in LAST
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -305,15 +343,16 @@ class Placement(RolloutPlacement):
     """Where the policy, sampler, reference, reward model and critic are."""
 
     critic: PlaceOption = WITH_POLICY
-    """Place of the critic and its optimizer: policy, or last:MESH for the last devices,
-    on which it trains at the same time as the policy."""
+    """Place of the critic and its optimizer: policy, or last:MESH or hosts:MESH, where
+    it trains at the same time as the policy."""
 
     def _faults(self) -> Iterator[str]:
         yield from super()._faults()
         if (
-            self.critic.apart and self.critic.devices != "last"
+            self.critic.apart and self.critic.devices not in LAST
         ) or self.critic.memory == PINNED:
             yield (
-                f"--placement.critic: expected policy or last:AXIS=SIZE,..., got "
-                f"{self.critic}; the other places are for frozen models"
+                f"--placement.critic: expected policy, last:AXIS=SIZE,... or "
+                f"hosts:AXIS=SIZE,..., got {self.critic}; the other places are for "
+                f"frozen models"
             )

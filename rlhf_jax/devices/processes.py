@@ -182,6 +182,32 @@ def computed_by_first(compute: Callable[[], Any]) -> Any:
     return json.loads(from_first(json.dumps(results[0]) if results else ""))
 
 
+def owners(where: NamedSharding | Mesh) -> set[int]:
+    """The processes that have devices of a mesh."""
+    mesh: Any = where if isinstance(where, Mesh) else where.mesh
+    return {device.process_index for device in mesh.devices.flat}
+
+
+def from_owners(
+    mine: Any, *, owners: set[int], shape: tuple[int, ...], dtype: Any
+) -> Any:
+    """`mine` in the owners; in the other processes that of the first owner.
+
+    Every process calls this; nothing is sent where all processes are owners.
+
+    Args:
+      mine: a NumPy array; read in the owners.
+      shape, dtype: of the first owner's.
+    """
+    here = jax.process_index()
+    if len(owners) == jax.process_count():
+        return mine
+    first = here == min(owners)
+    sent = mine if first else np.zeros(shape, dtype)
+    received = multihost_utils.broadcast_one_to_all(sent, is_source=first)
+    return mine if here in owners else np.asarray(received)
+
+
 def agree(what: str, value: str) -> None:
     """Checks that every process has the same value.
 
@@ -273,13 +299,20 @@ def whole(tree: Any) -> Any:
     """
 
     def read(leaf: Any) -> Any:
-        if not isinstance(leaf, Array) or leaf.is_fully_addressable:
+        where: Any = getattr(leaf, "sharding", None)
+        if jax.process_count() == 1 or not isinstance(where, NamedSharding):
             return leaf
-        if not leaf.is_fully_replicated:
-            sharding: Any = leaf.sharding
+        if not leaf.is_fully_addressable and not leaf.is_fully_replicated:
             # Devices replicate it, as no host can read another's shards.
-            leaf = jax.device_put(leaf, NamedSharding(sharding.mesh, PartitionSpec()))
-        return np.asarray(leaf.addressable_data(0))
+            leaf = jax.device_put(leaf, NamedSharding(where.mesh, PartitionSpec()))
+        mine = None
+        if leaf.is_fully_addressable:
+            mine = np.asarray(leaf)
+        elif leaf.addressable_shards:
+            mine = np.asarray(leaf.addressable_data(0))
+        return from_owners(
+            mine, owners=owners(where), shape=leaf.shape, dtype=leaf.dtype
+        )
 
     return jax.device_get(jax.tree.map(read, tree))
 

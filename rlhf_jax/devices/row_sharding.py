@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlhf_jax.devices import moving, sharding
+from rlhf_jax.devices import moving, processes, sharding
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import axes
 
@@ -61,10 +61,14 @@ def row_share(mesh: Mesh) -> Share:
     """The share of rows on the devices of this process.
 
     On a TPU slice its blocks need not be neighbours. Processes whose devices differ
-    only along `tensor` have the same rows.
+    only along `tensor` have the same rows. One without devices of the mesh has those of
+    the first that has some.
     """
-    owned = _blocks(mesh)
-    return Share(owned[jax.process_index()], _num_blocks(mesh))
+    return Share(_own(_blocks(mesh)), _num_blocks(mesh))
+
+
+def _own(owned: dict[int, tuple[int, ...]]) -> tuple[int, ...]:
+    return owned.get(jax.process_index(), owned[min(owned)])
 
 
 def _num_blocks(mesh: Mesh) -> int:
@@ -129,7 +133,8 @@ def put_rows(batch: Tree, *, mesh: Mesh | None = None) -> Tree:
             return array[place[start] :][: stop - start]
 
         # Each process provides the rows of its own devices: no host needs all rows.
-        return jax.make_array_from_callback((rows, *array.shape[1:]), where, part)
+        shape = (rows, *array.shape[1:])
+        return jax.make_array_from_callback(shape, where, part, dtype=array.dtype)
 
     return jax.tree.map(put, batch)
 
@@ -167,7 +172,7 @@ def put_computed(batch: Any, *, mesh: Mesh) -> Any:
             for process in sorted(owned, reverse=True)
             for at, block in enumerate(owned[process])
         }
-        mine = [owner[block] for block in owned[jax.process_index()]]
+        mine = [owner[block] for block in _own(owned)]
 
         def first(leaf: Any) -> Any:
             blocks = np.reshape(leaf, (len(mine), -1, *np.shape(leaf)[1:]))
@@ -191,14 +196,21 @@ def local_rows(batch: Any) -> Any:
 
     def read(leaf: Any) -> Any:
         # One process has all rows, and NumPy arrays are this process's already.
-        if not isinstance(leaf, Array) or leaf.is_fully_addressable:
+        layout: Any = getattr(leaf, "sharding", None)
+        if jax.process_count() == 1 or not isinstance(layout, NamedSharding):
             return leaf
-        before: Any = leaf.sharding  # with several processes it has a mesh
-        where = _over_rows(before.mesh, rows=leaf.shape[0])
+        where = _over_rows(layout.mesh, rows=leaf.shape[0])
         leaf = jax.device_put(leaf, where)
         # Replicas along `tensor` have equal rows: reads one of them.
         parts = {shard.index[0].start or 0: shard for shard in leaf.addressable_shards}
-        return np.concatenate([np.asarray(parts[at].data) for at in sorted(parts)])
+        mine = None
+        if parts:
+            mine = np.concatenate([np.asarray(parts[at].data) for at in sorted(parts)])
+        owned = _blocks(where.mesh)
+        rows = leaf.shape[0] // _num_blocks(where.mesh) * len(owned[min(owned)])
+        return processes.from_owners(
+            mine, owners=set(owned), shape=(rows, *leaf.shape[1:]), dtype=leaf.dtype
+        )
 
     return jax.device_get(jax.tree.map(read, batch))
 

@@ -258,13 +258,15 @@ def place(
 def _put(leaf: Array, where: NamedSharding) -> Array:
     if isinstance(leaf, core.Tracer):
         return leaf  # only shapes are needed, as in `jax.eval_shape`
+    if isinstance(leaf, Array) and isinstance(leaf.sharding, NamedSharding):
+        return moving.move(leaf, where)
     if where.is_fully_addressable:
         return jax.device_put(leaf, where)
     # Typed keys have no NumPy form: moves their words, and wraps them again.
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data = _put(jax.random.key_data(leaf), where)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-    if not leaf.is_fully_addressable:
-        return moving.move(leaf, where)
     array = np.asarray(leaf)
-    return jax.make_array_from_callback(array.shape, where, lambda index: array[index])
+    return jax.make_array_from_callback(
+        array.shape, where, lambda index: array[index], dtype=array.dtype
+    )

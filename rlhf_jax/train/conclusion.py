@@ -41,8 +41,8 @@ def verify(models: Models, reference: Any) -> None:
       ReferenceMovedError: names the model and every leaf that moved.
     """
     if reference is not None:
-        frozen.verify(reference)
-    frozen.verify_all(models.beside)
+        frozen.verify(reference, fetch=processes.whole)
+    frozen.verify_all(models.beside, fetch=processes.whole)
 
 
 def conclude(
@@ -84,12 +84,12 @@ def conclude(
 
         summary["judge_failures"] = judge.failures(measured)
     if reference is not None:
-        root = frozen.fingerprint_of(reference).root
+        root = frozen.fingerprint_of(reference, fetch=processes.whole).root
         summary |= {"reference_fingerprint": root, "reference_verified": True}
         print(f"reference verified, fingerprint {root}")
     if models.further:
         summary["reference_fingerprints"] = {
-            name: frozen.fingerprint_of(model).root
+            name: frozen.fingerprint_of(model, fetch=processes.whole).root
             for name, model in models.further.items()
         }
     if reference is not None and reference.model is None:  # of the policy's shape

@@ -17,6 +17,7 @@ from rlhf_jax.devices.placement import (
     Placement,
     ReferencePlacement,
     split,
+    split_hosts,
 )
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference import frozen
@@ -33,6 +34,7 @@ FORMS = {
     "pinned_host": Place("policy", None, "pinned_host"),
     "policy@pinned_host": Place("policy", None, "pinned_host"),
     "fsdp=4@pinned_host": Place("policy", FOUR, "pinned_host"),
+    "hosts:data=1,fsdp=4,tensor=1": Place("hosts", FOUR, "device"),
     "last:data=2@pinned_host": Place("last", TWO, "pinned_host"),
 }
 
@@ -190,6 +192,24 @@ def test_processes_share_their_devices(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(InputError, match="got cpu with 2"):
         Place("cpu").sharding({}, policy=None)
+
+
+def test_roles_take_whole_processes():
+    """The last ones, in any device order; the policy keeps the first."""
+    devices = [Device(number, number // 4) for number in range(12)]
+    for order in (devices, devices[::-1]):
+        policy, hosts = split_hosts(order, last=8)
+        assert sorted(device.id for device in policy) == [0, 1, 2, 3]
+        assert sorted(device.id for device in hosts) == [4, 5, 6, 7, 8, 9, 10, 11]
+    for wrong in (3, 6, 12):
+        with pytest.raises(InputError, match=f"have 4 each, .* got {wrong} devices"):
+            split_hosts(devices, last=wrong)
+
+
+def test_roles_on_hosts_and_on_last_devices_do_not_mix():
+    both = {"critic": Place("last", TWO), "reference": Place("hosts", TWO)}
+    with pytest.raises(InputError, match="write last or hosts for all"):
+        Placement(policy=FOUR, **both).policy_mesh()
 
 
 @pytest.mark.slow

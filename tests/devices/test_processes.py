@@ -362,6 +362,35 @@ def test_roles_on_devices_of_two_processes(files, tmp_path, name):
     assert_same(tmp_path / "two", tmp_path / "one", close=2e-5)  # after Adam
 
 
+ON_HOSTS = {
+    "critic, reference and sampler": (
+        *("ppo", *PPO, "--placement.policy=data=2"),
+        *("--placement.critic={}:data=2", "--placement.reference={}:fsdp=2"),
+        "--placement.sampler={}:data=2",
+    ),
+    "a sampler behind, and a reference that moves": (
+        *("grpo", *OUTSIDE[:-1], "--placement.policy=tensor=2"),
+        "--placement.reference={}:tensor=2",
+        "--lifecycle.move=mix,every=1,rate=0.5",
+        *("--placement.sampler={}:data=2", "--max-staleness=2", "--num-steps=6"),
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ON_HOSTS)
+def test_roles_on_a_host_of_their_own(files, tmp_path, name):
+    """The second of two processes, against the last two of one's four devices."""
+    trainer, *argv = ON_HOSTS[name]
+    two = [option.format("hosts") for option in argv]
+    one = [option.format("last") for option in argv]
+    stopping = {"signal_at": (3, 0, signal.SIGTERM), "expected": 128 + signal.SIGTERM}
+    run(trainer, files, tmp_path / "two", *two, **stopping)
+    run(trainer, files, tmp_path / "two", *two, "--resume")
+    run(trainer, files, tmp_path / "one", *one, count=1, devices=4)
+    assert_same(tmp_path / "two", tmp_path / "one", close=2e-5)  # after Adam
+
+
 EVALUATED = {
     "a reward and a reference": (
         *("--prompts=prompts.jsonl", "--reward=their_rewards:score"),

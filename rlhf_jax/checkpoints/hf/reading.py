@@ -319,6 +319,6 @@ def _place(
                     parts.append(jax.device_put(part, place))
                 del part
             placed[path] = jax.make_array_from_single_device_arrays(
-                leaf.shape, sharding_of[path], parts
+                leaf.shape, sharding_of[path], parts, dtype=leaf.dtype
             )
     return traverse_util.unflatten_dict(placed, sep="/")

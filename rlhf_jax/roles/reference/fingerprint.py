@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from rlhf_jax.models import leaves
 
 Array = jax.Array
 Params = Any
+Fetch = Callable[[Array], Any]  # reads an array on the host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +43,18 @@ def fingerprint(params: Params) -> Fingerprint:
     return named(params, digests(params))
 
 
-def named(params: Params, pairs: Array) -> Fingerprint:
-    """The fingerprint from digests that were computed before."""
+def named(
+    params: Params, pairs: Array, *, fetch: Fetch = jax.device_get
+) -> Fingerprint:
+    """The fingerprint from digests that were computed before.
+
+    Args:
+      fetch: reads an array; `processes.whole` if other processes may have it.
+    """
     return of_leaves(
         {
             path: in_hex(pair)
-            for path, pair in zip(paths(params), jax.device_get(pairs), strict=True)
+            for path, pair in zip(paths(params), fetch(pairs), strict=True)
         }
     )
 

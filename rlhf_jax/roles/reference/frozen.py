@@ -42,6 +42,7 @@ from rlhf_jax.models import axes, leaves
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA, attach
 from rlhf_jax.roles.reference import fingerprint, storage
+from rlhf_jax.roles.reference.fingerprint import Fetch
 
 Array = jax.Array
 Params = Any
@@ -160,31 +161,45 @@ def mesh_of(frozen: Frozen) -> Mesh | None:
     return sharding.mesh
 
 
-def fingerprint_of(frozen: Frozen) -> fingerprint.Fingerprint:
-    """The fingerprint of the stored form, recorded when the model was frozen."""
-    return fingerprint.named(frozen.stored, frozen.stored_digests)
+def fingerprint_of(
+    frozen: Frozen, *, fetch: Fetch = jax.device_get
+) -> fingerprint.Fingerprint:
+    """The fingerprint of the stored form, recorded when the model was frozen.
+
+    Args:
+      fetch: as in `fingerprint.named`.
+    """
+    return fingerprint.named(frozen.stored, frozen.stored_digests, fetch=fetch)
 
 
-def source_fingerprint_of(frozen: Frozen) -> fingerprint.Fingerprint:
+def source_fingerprint_of(
+    frozen: Frozen, *, fetch: Fetch = jax.device_get
+) -> fingerprint.Fingerprint:
     """The fingerprint of the parameters that were frozen, before they were stored.
 
     Leaves are numbered if they had another structure, as those of a stored model.
+
+    Args:
+      fetch: as in `fingerprint.named`.
     """
     tree = jax.tree.map(lambda leaf: 0, frozen.stored, is_leaf=leaves.is_stored)
     count = len(frozen.source_digests)
     if len(jax.tree.leaves(tree)) != count:
         tree = [0] * count
-    return fingerprint.named(tree, frozen.source_digests)
+    return fingerprint.named(tree, frozen.source_digests, fetch=fetch)
 
 
-def verify(frozen: Frozen) -> None:
+def verify(frozen: Frozen, *, fetch: Fetch = jax.device_get) -> None:
     """Computes the digests again and compares them with those recorded at freezing.
+
+    Args:
+      fetch: as in `fingerprint.named`.
 
     Raises:
       ReferenceMovedError: they differ; names the leaves.
     """
-    digests = np.asarray(fingerprint.digests(frozen.stored))
-    expected = np.asarray(frozen.stored_digests)
+    digests = fetch(fingerprint.digests(frozen.stored))
+    expected = fetch(frozen.stored_digests)
     if digests.shape != expected.shape:
         raise ReferenceMovedError(
             f"expected the {len(expected)} leaves that were frozen, got "
@@ -195,16 +210,17 @@ def verify(frozen: Frozen) -> None:
         names = np.asarray(fingerprint.paths(frozen.stored))[moved]
         raise ReferenceMovedError(
             f"expected the parameters that were frozen (fingerprint "
-            f"{fingerprint_of(frozen).root}), got others in {', '.join(names)}. "
-            f"Something wrote to them: start again from the last verified snapshot"
+            f"{fingerprint_of(frozen, fetch=fetch).root}), got others in "
+            f"{', '.join(names)}. Something wrote to them: start again from the last "
+            f"verified snapshot"
         )
 
 
-def verify_all(models: Mapping[str, Frozen]) -> None:
+def verify_all(models: Mapping[str, Frozen], *, fetch: Fetch = jax.device_get) -> None:
     """Calls `verify` on several models; a ReferenceMovedError begins with the name."""
     for name, model in models.items():
         try:
-            verify(model)
+            verify(model, fetch=fetch)
         except ReferenceMovedError as error:
             raise ReferenceMovedError(f"{name}: {error}") from None
 

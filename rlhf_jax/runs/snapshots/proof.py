@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference import fingerprint, frozen
 from rlhf_jax.roles.reference.frozen import Frozen, ReferenceMovedError
@@ -69,7 +70,7 @@ class Proof:
         """
         record = {}
         for name, model in self._all(state).items():
-            frozen.verify_all({name: model})
+            frozen.verify_all({name: model}, fetch=processes.whole)
             initial, now = self._initial[name], _record_of(model)
             moves = name in self._moving
             if not moves and now != initial:
@@ -263,8 +264,12 @@ def _models(state: PyTree) -> dict[str, Frozen]:
 
 def _record_of(model: Frozen) -> Record:
     return {
-        "source": dataclasses.asdict(frozen.source_fingerprint_of(model)),
-        "stored": dataclasses.asdict(frozen.fingerprint_of(model)),
+        "source": dataclasses.asdict(
+            frozen.source_fingerprint_of(model, fetch=processes.whole)
+        ),
+        "stored": dataclasses.asdict(
+            frozen.fingerprint_of(model, fetch=processes.whole)
+        ),
     }
 
 

@@ -29,7 +29,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 from orbax.checkpoint.checkpoint_managers import LatestN
 
-from rlhf_jax.devices import processes
+from rlhf_jax.devices import moving, processes
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import write_errors
@@ -114,6 +114,7 @@ class Snapshots(contextlib.AbstractContextManager[Any]):
         self._newest = step
         raw = jax.tree.map(_raw, _flat(arrays))
         digests = {"arrays": integrity.of_arrays(raw), "meta": integrity.of_meta(meta)}
+        raw = {path: moving.move(x, moving.spread(x)) for path, x in raw.items()}
         with self._writing():
             self._manager.save(
                 step,
@@ -299,12 +300,16 @@ def _target(leaf: Array | jax.ShapeDtypeStruct) -> Target:
     raw = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
     tied = leaf.committed if isinstance(leaf, Array) else leaf.sharding is not None
     if tied:
-        return jax.ShapeDtypeStruct(raw.shape, raw.dtype, sharding=leaf.sharding)
+        where = jax.ShapeDtypeStruct(raw.shape, raw.dtype, sharding=leaf.sharding)
+        return where.update(sharding=moving.spread(where))
     return np.empty(raw.shape, raw.dtype)
 
 
 def _restored(raw: Array | np.ndarray, like: Array) -> Array:
-    leaf = jnp.array(raw) if isinstance(raw, np.ndarray) else raw
+    if isinstance(raw, np.ndarray):
+        leaf = jnp.array(raw)
+    else:
+        leaf = moving.move(raw, like.sharding)
     if _is_key(like):
         return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(like))
     return leaf

@@ -202,7 +202,7 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
         if "reference" in models:
             losses["forgetting"] = losses["policy_loss"] - losses["reference_loss"]
         collected["texts"] = losses
-    frozen.verify_all(beside)
+    frozen.verify_all(beside, fetch=processes.whole)
     folder.write_json(job.folder / "results.json", collected)
     results.tell(collected)
     profile: dict[str, Any] = {}

@@ -134,8 +134,10 @@ class OutsideSampler(contextlib.AbstractContextManager[Any]):
         self, policy: Params, *, prompts: Prompts, key: Array, version: Array
     ) -> Asked:
         """Requests responses; with several processes it does not wait for them."""
-        number, on_host = int(version), processes.whole(prompts)
-        data: Any = np.asarray(jax.random.key_data(key))  # the key may be on a mesh
+        number, on_host = int(processes.whole(version)), processes.whole(prompts)
+        data: Any = processes.whole(
+            jax.random.key_data(key)
+        )  # the key may be on a mesh
         here = jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
         params = policy
         if jax.process_count() > 1:

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.algorithms.batch import Prompts, Rollout
+from rlhf_jax.devices import processes
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.train.rollouts.waits import Waits
 
@@ -172,7 +173,8 @@ class RolloutQueue:
         for step, name in enumerate(self._names, start):
             rollout, _ = state[name]
             oldest = max(0, step - self.staleness)
-            if rollout.version is None or int(rollout.version.max()) >= oldest:
+            version_of = processes.whole(rollout.version)
+            if version_of is None or version_of.max() >= oldest:
                 self._pending.append(_done(state[name]))
             else:
                 self.submit(step, policy, version=version)

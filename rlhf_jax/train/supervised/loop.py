@@ -90,7 +90,9 @@ def main(task: Task[Any]) -> None:
             **start.meta,
         }
         if models.reference is not None:
-            meta["reference"] = frozen.fingerprint_of(models.reference).root
+            meta["reference"] = frozen.fingerprint_of(
+                models.reference, fetch=processes.whole
+            ).root
         initial, models = task.prepare(initial, session=session, job=job)
         start = start._replace(params=None)
         session = session._replace(start=start, models=models)
@@ -208,4 +210,4 @@ def tell(
 
 def means(stats: Stats) -> dict[str, float]:
     """Returns {name: mean}, on the host."""
-    return {k: float(v) for k, v in jax.device_get(masked.mean_stats(stats)).items()}
+    return {k: float(v) for k, v in processes.whole(masked.mean_stats(stats)).items()}

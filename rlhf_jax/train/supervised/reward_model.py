@@ -325,7 +325,9 @@ class RewardModel(Task[Config]):
                     model=start.model,
                     adapters=trained | {"score": params["score"]},
                     lora=lora,
-                    base_fingerprint=frozen.source_fingerprint_of(base).root,
+                    base_fingerprint=frozen.source_fingerprint_of(
+                        base, fetch=processes.whole
+                    ).root,
                     base_name=self.config.start.model,
                     dtype=start.save_dtype,
                 )

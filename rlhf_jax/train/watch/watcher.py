@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from rlhf_jax.algorithms.batch import Rollout, Sequences
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.text import Written
-from rlhf_jax.devices import row_sharding
+from rlhf_jax.devices import processes, row_sharding
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference import drift
@@ -149,7 +149,7 @@ class Watcher:
                 row["reference"] = text
         if likely is not None:
             others = sampled_tokens.alternatives(
-                shown, jax.device_get(likely), decode=decode
+                shown, processes.whole(likely), decode=decode
             )
             for row, likeliest in zip(rows, others, strict=True):
                 row["alternatives"] = likeliest
