@@ -84,7 +84,9 @@ def choose(
     number = jnp.dtype(model.dtype).itemsize
     gathered = 2 * columns * model.num_kv_heads * model.head_dim * number
     if sharing > 1 and gathered > GATHERED:
-        reason = f"as keys and values of a row take {gathered / 2**30:.1f} GiB per layer"
+        reason = (
+            f"as keys and values of a row take {gathered / 2**30:.1f} GiB per layer"
+        )
         return Choice("ring", reason)
     own: dict[str, Attention] = {at: name for name, at in BACKEND.items()}
     flash = own.get(backend)
