@@ -223,6 +223,16 @@ def beside_kernel(leaf: Array, path: tuple[str, ...]) -> Array:
     return jax.lax.with_sharding_constraint(leaf, PartitionSpec(*at))
 
 
+def shares_heads(num_heads: int, num_kv_heads: int, *, devices: int) -> bool:
+    """Whether devices can share attention heads.
+
+    Fewer key heads than devices are repeated: each device has the one that its query
+    heads read.
+    """
+    fewer, more = sorted((num_kv_heads, devices))
+    return num_heads % devices == 0 and more % fewer == 0
+
+
 def of_own_rows(function: Callable[[Array], Array], x: Array) -> Array:
     """function(x) of [N, n], each device on its own rows.
 

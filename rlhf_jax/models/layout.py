@@ -31,6 +31,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh
 
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import axes
 from rlhf_jax.models.axes import CONTEXT_AXIS
 from rlhf_jax.models.config import Attention, ModelConfig
 
@@ -41,8 +42,8 @@ BACKEND: dict[Attention, str] = {"splash": "tpu", "cudnn": "gpu"}
 LONG = 1024
 # Engines that take queries of any columns, as devices that share a row have.
 ANY_COLUMNS: tuple[Attention, ...] = ("xla", "blockwise", "splash", "ring")
-# Most bytes of a row's keys and values in a layer that devices sharing its columns
-# gather: with copies and gradients that takes three times as much (H100).
+# Most bytes of a row's keys and values in a layer that a device gathers where devices
+# share its columns: with copies and gradients that takes three times as much (H100).
 GATHERED = 2**30
 # Engines for texts that share a prefix, such as the responses to one prompt.
 PREFIXES: tuple[Attention, ...] = ("xla", "blockwise", "cudnn")
@@ -63,6 +64,7 @@ def choose(
     columns: int,
     backend: str | None = None,
     context: int | None = None,
+    tensor: int | None = None,
 ) -> Choice:
     """Chooses the attention engine for rows of a model.
 
@@ -71,6 +73,7 @@ def choose(
         default of this process.
       context: devices that share the columns of a row; None: as on the mesh that is
         set.
+      tensor: devices that share the heads; None as `context`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if backend is None:
@@ -81,8 +84,10 @@ def choose(
         return Choice(model.attention, "as asked")
     if columns < LONG:
         return Choice("xla", "as they are short")
-    number = jnp.dtype(model.dtype).itemsize
-    gathered = 2 * columns * model.num_kv_heads * model.head_dim * number
+    if tensor is None:
+        tensor = dict(mesh.shape).get(axes.TENSOR_AXIS, 1)
+    numbers = 2 * columns * _gathered_numbers(model, tensor=tensor)
+    gathered = numbers * jnp.dtype(model.dtype).itemsize
     if sharing > 1 and gathered > GATHERED:
         reason = (
             f"as keys and values of a row take {gathered / 2**30:.1f} GiB per layer"
@@ -98,6 +103,22 @@ def choose(
     if obstacle is not None:
         return Choice("blockwise", f"as {flash} {obstacle}")
     return Choice(flash, f"the flash attention of {backend}")
+
+
+def _gathered_numbers(model: ModelConfig, *, tensor: int) -> int:
+    """Numbers of a column's keys that a device gathers, of the largest kind of layer.
+
+    `tensor` shares the heads where it can, as `attention/per_device.py` does.
+    """
+
+    def of_layer(own: ModelConfig) -> int:
+        heads = own.num_kv_heads
+        if axes.shares_heads(own.num_heads, heads, devices=tensor):
+            heads = max(1, heads // tensor)
+        return heads * own.head_dim
+
+    layers = map(model.at, model.attention_layers)
+    return max(map(of_layer, layers), default=0)
 
 
 def obstacle_to(engine: Attention, model: ModelConfig) -> str | None:

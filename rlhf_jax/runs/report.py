@@ -187,6 +187,7 @@ def engine(model: ModelConfig, *, columns: int, mesh: Mesh) -> None:
         columns=columns,
         backend=backend,
         context=mesh.shape.get(axes.CONTEXT_AXIS, 1),
+        tensor=mesh.shape.get(axes.TENSOR_AXIS, 1),
     )
     Console().print(
         f"attention over rows of {columns:,} tokens: {chosen.engine}, {chosen.reason}"

@@ -13,6 +13,7 @@ from rlhf_jax.devices import placement, row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import axes, layout
+from rlhf_jax.models.config import GlobalHeads
 from rlhf_jax.roles import critic, policy, rewards
 from rlhf_jax.runs import command_line
 from rlhf_jax.train.methods import grpo
@@ -213,6 +214,27 @@ def test_auto_passes_keys_round_that_are_too_many_to_gather():
     assert choice == ("ring", "as keys and values of a row take 1.0 GiB per layer")
     alone = layout.choose(model, columns=2**19, backend="tpu", context=1)
     assert alone.engine == "splash"
+    # Devices that share the heads gather those of their own, and one at the least.
+    for tensor, most in ((2, 2**19), (4, 2**19), (3, 2**18)):
+        shared = {**options, "tensor": tensor}
+        assert layout.choose(model, columns=most, **shared).engine == "splash"
+        assert layout.choose(model, columns=most + 8, **shared).engine == "ring"
+
+
+def test_auto_counts_the_largest_kind_of_layer():
+    """Of layers with two heads of 64 numbers, and of 512 in those that see all."""
+    model = dataclasses.replace(
+        LLAMA,
+        dtype="bfloat16",
+        attention="auto",
+        head_dim=64,
+        sliding_window=4,
+        local_layers=(True, False),
+        global_heads=GlobalHeads(head_dim=512, num_kv_heads=2),
+    )
+    options = {"backend": "tpu", "context": 4}
+    assert layout.choose(model, columns=2**18, **options).engine == "splash"
+    assert layout.choose(model, columns=2**18 + 8, **options).engine == "ring"
 
 
 def test_rows_that_no_devices_share_have_no_ring():

@@ -50,9 +50,7 @@ def attend_per_device(
         return engine(query, keys_values, mask=mask, **own_sinks)
     heads, kv_heads = query.shape[1], keys_values[0].shape[1]
     devices = sizes.get(HEAD_AXIS, 1)
-    shared = heads % devices == 0 and (
-        kv_heads % devices == 0 or devices % kv_heads == 0
-    )
+    shared = axes.shares_heads(heads, kv_heads, devices=devices)
     if shared and kv_heads % devices:
         # Fewer key heads than devices: each device gets the one its queries read.
         key, value = (jnp.repeat(x, devices // kv_heads, axis=1) for x in keys_values)

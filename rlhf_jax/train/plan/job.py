@@ -166,6 +166,7 @@ def start_of(config: Config, options: Options, *, target: Target) -> Pretrained:
         columns=columns_of(config, options),
         backend=backend,
         context=context,
+        tensor=config.placement.policy.tensor,
     )
     model = dataclasses.replace(model, attention=choice.engine)
     return shapes.start(model, backend=backend)

@@ -118,5 +118,6 @@ def _ran(
         columns=columns,
         backend=start.backend,
         context=config.placement.policy.context,
+        tensor=config.placement.policy.tensor,
     ).engine
     return dataclasses.replace(model, attention=engine)
