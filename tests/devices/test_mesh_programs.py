@@ -24,6 +24,7 @@ from rlhf_jax import (
 )
 from rlhf_jax.algorithms import reward_model
 from rlhf_jax.algorithms.flow import score
+from rlhf_jax.algorithms.policy_gradient import trust_regions
 from rlhf_jax.data import packing
 from rlhf_jax.data.examples import Pair
 from rlhf_jax.devices import row_sharding, sharding
@@ -93,13 +94,14 @@ def run_dpo(place, rows):
     )
 
 
-def run_grpo(place, rows):
+def run_grpo(place, rows, **options):
     algorithm = grpo.GRPO(
         model=MODEL,
         policy_optimizer=OPTIMIZER,
         max_new_tokens=toys.SIZE,
         stop_ids=toys.STOP,
         group_size=4,
+        **options,
     )
     single = toys.prompts(LENGTHS[:4])
     grouped = jax.tree.map(lambda leaf: jnp.repeat(leaf, 4, axis=0), single)
@@ -118,6 +120,12 @@ def run_grpo(place, rows):
     return after, stats
 
 
+def run_score_centring(place, rows):
+    """In the second epoch the likeliest tokens of sampler and policy differ."""
+    surrogate = trust_regions.Centred(top_k=4)
+    return run_grpo(place, rows, surrogate=surrogate, num_epochs=2)
+
+
 @pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(
     "program",
@@ -126,6 +134,7 @@ def run_grpo(place, rows):
         run_reward_model,
         pytest.param(run_dpo, marks=pytest.mark.long),
         pytest.param(run_grpo, marks=pytest.mark.long),
+        pytest.param(run_score_centring, marks=pytest.mark.long),
     ],
 )
 @pytest.mark.parametrize(
