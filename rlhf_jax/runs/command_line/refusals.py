@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import inspect
 import io
 import itertools
 import re
@@ -45,8 +46,19 @@ class Arguments(argparse.ArgumentParser):
         raise InputError(f"{message}; {see}")
 
 
-def cli(wanted: Any, *, prog: str, args: Sequence[str] | None, **options: Any) -> Any:
+def cli(
+    wanted: Any,
+    *,
+    prog: str,
+    args: Sequence[str] | None,
+    description: str | None = None,
+    **options: Any,
+) -> Any:
     """Calls `tyro.cli(wanted, ...)`, and turns its boxed errors into InputError.
+
+    Args:
+      description: a docstring; each of its paragraphs becomes one line, which the
+        terminal breaks.
 
     Raises:
       InputError: tyro refuses the arguments, or the config refuses its values.
@@ -56,7 +68,12 @@ def cli(wanted: Any, *, prog: str, args: Sequence[str] | None, **options: Any) -
     try:
         with contextlib.redirect_stderr(printed):
             parsed = tyro.cli(
-                wanted, prog=prog, args=args, registry=choices.REGISTRY, **options
+                wanted,
+                prog=prog,
+                args=args,
+                description=_joined(description or "") or None,
+                registry=choices.REGISTRY,
+                **options,
             )
     except SystemExit as stop:
         if stop.code != 2:  # --help
@@ -83,7 +100,18 @@ def call(
         return functools.partial(function, *values, **named)
 
     bound.__annotations__ = function.__annotations__ | {"return": Callable[[], None]}
+    bound.__doc__ = _joined(inspect.getdoc(function) or "")
     cli(bound, prog=prog, args=args)()
+
+
+def _joined(docstring: str) -> str:
+    """Joins the lines of each paragraph and of each argument; tyro keeps some breaks.
+
+    Indented lines, such as commands, stay.
+    """
+    text, section, arguments = docstring.partition("\nArgs:\n")
+    text = re.sub(r"(?<=\S)\n(?=\S)", " ", text)
+    return text + section + re.sub(r"\n {4,}", " ", arguments)
 
 
 def _own(stop: SystemExit, box: str) -> str | None:

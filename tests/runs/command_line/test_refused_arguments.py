@@ -173,3 +173,23 @@ def test_argparse_refuses_in_our_words(argv, message):
     with pytest.raises(InputError) as error:
         parser.parse_args(argv)
     assert str(error.value) == message
+
+
+def test_the_help_of_a_function_has_no_line_breaks_of_its_docstring(
+    capsys, monkeypatch
+):
+    def count(*, rows: int = 1) -> None:
+        """Counts rows,
+        --all of them.
+
+        Args:
+          rows: how many, or
+            gs://BUCKET/ROWS of them.
+        """
+
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        command_line.call(count, prog="count", args=["--help"])
+    text = capsys.readouterr().out
+    assert "Counts rows, --all of them." in text
+    assert "how many, or gs://BUCKET/ROWS of them." in " ".join(text.split())
