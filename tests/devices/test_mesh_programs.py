@@ -24,7 +24,7 @@ from rlhf_jax import (
 )
 from rlhf_jax.algorithms import reward_model
 from rlhf_jax.algorithms.flow import score
-from rlhf_jax.algorithms.policy_gradient import trust_regions
+from rlhf_jax.algorithms.policy_gradient.options import Centred
 from rlhf_jax.data import packing
 from rlhf_jax.data.examples import Pair
 from rlhf_jax.devices import row_sharding, sharding
@@ -122,7 +122,7 @@ def run_grpo(place, rows, **options):
 
 def run_score_centring(place, rows):
     """In the second epoch the likeliest tokens of sampler and policy differ."""
-    surrogate = trust_regions.Centred(top_k=4)
+    surrogate = Centred(top_k=4)
     return run_grpo(place, rows, surrogate=surrogate, num_epochs=2)
 
 
