@@ -78,12 +78,16 @@ def _num_blocks(mesh: Mesh) -> int:
 def _blocks(mesh: Mesh) -> dict[int, tuple[int, ...]]:
     """{process: blocks of rows on its devices}."""
     present = tuple(axis for axis in axes.ROW_AXES if axis in mesh.shape)
-    # JAX says it: on a TPU slice the order of devices follows the torus.
-    where = NamedSharding(mesh, PartitionSpec(present))
+    return _starts(NamedSharding(mesh, PartitionSpec(present)), _num_blocks(mesh))
+
+
+def _starts(where: NamedSharding, rows: int) -> dict[int, tuple[int, ...]]:
+    """{process: first row of each shard on its devices} of an array of one dimension."""
     owned: dict[int, set[int]] = {}
-    for device, (rows,) in where.devices_indices_map((_num_blocks(mesh),)).items():
-        owned.setdefault(device.process_index, set()).add(rows.start or 0)
-    return {process: tuple(sorted(blocks)) for process, blocks in owned.items()}
+    # JAX says it: on a TPU slice the order of devices follows the torus.
+    for device, (shard,) in where.devices_indices_map((rows,)).items():
+        owned.setdefault(device.process_index, set()).add(shard.start or 0)
+    return {process: tuple(sorted(starts)) for process, starts in owned.items()}
 
 
 def row_shardings(batch: Tree, *, mesh: Mesh | None = None) -> Tree:
@@ -199,15 +203,16 @@ def local_rows(batch: Any) -> Any:
         layout: Any = getattr(leaf, "sharding", None)
         if jax.process_count() == 1 or not isinstance(layout, NamedSharding):
             return leaf
-        where = _over_rows(layout.mesh, rows=leaf.shape[0])
+        mesh: Any = layout.mesh  # of devices, as arrays are on it
+        where = _over_rows(mesh, rows=leaf.shape[0])
         leaf = jax.device_put(leaf, where)
         # Replicas along `tensor` have equal rows: reads one of them.
         parts = {shard.index[0].start or 0: shard for shard in leaf.addressable_shards}
         mine = None
         if parts:
             mine = np.concatenate([np.asarray(parts[at].data) for at in sorted(parts)])
-        owned = _blocks(where.mesh)
-        rows = leaf.shape[0] // _num_blocks(where.mesh) * len(owned[min(owned)])
+        owned = _starts(where, leaf.shape[0])
+        rows = len(owned[min(owned)]) * where.shard_shape(leaf.shape)[0]
         return processes.from_owners(
             mine, owners=set(owned), shape=(rows, *leaf.shape[1:]), dtype=leaf.dtype
         )

@@ -84,9 +84,8 @@ def choose(
         return Choice(model.attention, "as asked")
     if columns < LONG:
         return Choice("xla", "as they are short")
-    if tensor is None:
-        tensor = dict(mesh.shape).get(axes.TENSOR_AXIS, 1)
-    numbers = 2 * columns * _gathered_numbers(model, tensor=tensor)
+    heads: int = dict(mesh.shape).get(axes.TENSOR_AXIS, 1) if tensor is None else tensor
+    numbers = 2 * columns * _gathered_numbers(model, tensor=heads)
     gathered = numbers * jnp.dtype(model.dtype).itemsize
     if sharing > 1 and gathered > GATHERED:
         reason = (
