@@ -82,7 +82,7 @@ def _blocks(mesh: Mesh) -> dict[int, tuple[int, ...]]:
 
 
 def _starts(where: NamedSharding, rows: int) -> dict[int, tuple[int, ...]]:
-    """{process: first row of each shard on its devices} of an array of one dimension."""
+    """{process: first row of each shard on its devices}, of an array of one axis."""
     owned: dict[int, set[int]] = {}
     # JAX says it: on a TPU slice the order of devices follows the torus.
     for device, (shard,) in where.devices_indices_map((rows,)).items():
