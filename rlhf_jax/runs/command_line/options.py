@@ -159,10 +159,9 @@ def _refuse_renamed(
         name = text.partition("=")[0].replace("_", "-")
         if name in renamed and name not in known:
             successor = renamed[name]
-            # An option of another command is followed by its name in brackets.
-            exists = successor.split()[0] in known or successor.endswith(")")
+            exists = successor.split()[0] in known
             raise InputError(
-                f"{name}: expected an option of this command, got the name of another; "
+                f"expected an option of this command, got {name}; "
                 f"{f'write {successor}' if exists else 'leave it out'}"
             )
 
