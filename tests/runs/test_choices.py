@@ -357,6 +357,13 @@ def test_a_config_is_read_as_it_was_recorded(module, tmp_path):
             "method.penalty: expected an object with value_estimator, ",
         ),
         ("colour = 1", "method.colour: unknown\n"),
+        ('balance_coef = "x"', 'method.balance_coef: expected a number, got "x"\n'),
+        ("off_policy_mask = []", "method.off_policy_mask: expected a number or None, "),
+        ("[start]\nlora = { rank = 0 }", "start.lora: rank: expected a finite number "),
+        (
+            "[placement]\nreference = 'hosts'",
+            "placement.reference: place: expected policy, AXIS=SIZE,..., last, ",
+        ),
     ],
 )
 def test_a_choice_of_a_file_that_is_none_names_what_there_is(line, message, tmp_path):
