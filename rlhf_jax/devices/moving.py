@@ -63,10 +63,11 @@ def move(leaf: Any, where: Any) -> Any:
 
 
 def spread(leaf: Any) -> Any:
-    """Where every process has a part of an array: `leaf.sharding`, or all devices.
+    """Returns a sharding of an array by which every process has a part of it.
 
-    Orbax reads and writes an array in all processes. One that only some of them have is
-    spread over the devices of all, along its first dimension that they divide.
+    Orbax reads and writes an array in all processes. If all have a part, this is its
+    own sharding; otherwise it is spread over all devices, along its first dimension
+    that they divide.
     """
     where = leaf.sharding
     if jax.process_count() == 1 or not isinstance(where, NamedSharding):

@@ -52,8 +52,8 @@ class Place:
 
     devices: Literal["policy", "last", "hosts", "cpu", "auto"] = "policy"
     """Devices: policy, those of the policy; last, the last ones, which the policy
-    leaves free; hosts, all of the last processes; cpu, the host's; auto, the policy's
-    with the fastest mesh to sample."""
+    leaves free; hosts, all devices of the last processes; cpu, the host's; auto, the
+    policy's with the fastest mesh to sample."""
     mesh: MeshShape | None = None
     """Mesh over these devices; None is the policy's mesh, or only the last device."""
     memory: Literal["device", "pinned_host"] = "device"
@@ -192,27 +192,34 @@ def split_hosts(devices: Sequence[Any], *, last: int) -> tuple[list[Any], list[A
     """Splits off all devices of the last processes, which together have `last`.
 
     Raises:
-      InputError: no last processes have together `last` devices, or all have.
+      InputError: there is one process, or no whole processes have together `last`
+        devices and leave one to the policy.
     """
-    first, others = dict(sorted(_of_process(devices).items())), []
+    of_process = _of_process(devices)
+    if len(of_process) == 1:
+        raise InputError(
+            "place: expected several processes with hosts, got one; write last for "
+            "last devices of this process"
+        )
+    first, others = dict(sorted(of_process.items())), []
     while len(first) > 1 and len(others) < last:
         others = first.popitem()[1] + others
     if len(others) != last:
-        sizes = sorted({len(own) for own in _of_process(devices).values()})
+        sizes = sorted({len(own) for own in of_process.values()})
         raise InputError(
-            f"place: expected hosts with a mesh of all devices of the last processes, "
-            f"which have {' or '.join(map(str, sizes))} each, and of fewer than all "
-            f"processes, got {last} devices; change its mesh, or write last"
+            f"place: expected hosts with a mesh over all devices of the last processes "
+            f"(at most {len(of_process) - 1}, of {' or '.join(map(str, sizes))} each), "
+            f"got {last} devices; change its mesh, or write last"
         )
     return [device for own in first.values() for device in own], others
 
 
 def _of_process(devices: Sequence[Any]) -> dict[int, list[Any]]:
     """{process: its devices}."""
-    found: dict[int, list[Any]] = {}
+    of_process: dict[int, list[Any]] = {}
     for device in devices:
-        found.setdefault(device.process_index, []).append(device)
-    return found
+        of_process.setdefault(device.process_index, []).append(device)
+    return of_process
 
 
 WITH_POLICY = Place()
@@ -254,33 +261,36 @@ class PolicyPlacement:
         places = {f"--placement.{role}": at for role, at in self.places().items()}
         places |= {} if further is None else further
         taken = max((place.num_last for place in places.values()), default=0)
-        if taken >= jax.device_count():
-            raise InputError(
-                f"--placement: expected more devices than the {taken} last ones that "
-                f"roles take, got {jax.device_count()}; make their meshes smaller, or "
-                f"place them with the policy"
-            )
-        kinds = {place.devices for place in places.values()} & {*LAST}
+        of_roles = {place.devices: option for option, place in places.items()}
+        kinds = of_roles.keys() & {*LAST}
         if len(kinds) > 1:
             raise InputError(
-                "--placement: expected roles on the last devices of every process, or "
-                "on hosts of their own, got both; write last or hosts for all"
+                f"--placement: expected last for all roles, or hosts for all, got last "
+                f"for {of_roles['last']} and hosts for {of_roles['hosts']}; change one"
             )
+        if "last" in kinds and taken >= jax.device_count():
+            raise InputError(
+                f"--placement: expected at least {taken + 1} devices, of which roles "
+                f"take the last {taken}, got {jax.device_count()}; make their meshes "
+                f"smaller, or place them with the policy"
+            )
+        # The last devices go to other roles: those of the policy keep their order.
+        apart = split_hosts if "hosts" in kinds else split
+        with located(of_roles[kinds.pop()] if kinds else "--placement"):
+            free, _ = apart(jax.devices(), last=taken)
         with located("--placement.policy"):
-            # The last devices go to other roles: those of the policy keep their order.
-            apart = split_hosts if "hosts" in kinds else split
-            mesh = self.policy.make(apart(jax.devices(), last=taken)[0])
+            mesh = self.policy.make(free)
         for option, place in places.items():  # before any weights are read
             with located(option):
                 place.mesh_beside(mesh)
                 if place.devices == "cpu":
                     _host()
-        free = jax.device_count() - taken
-        if mesh.size < free and jax.default_backend() != "cpu":  # a CPU's are virtual
+        count = len(free)
+        if mesh.size < count and jax.default_backend() != "cpu":  # a CPU's are virtual
             print(
-                f"note: the policy is on {mesh.size} of {free} devices, as "
-                f"--placement.policy is 1; data={free} or fsdp={free} takes all, with "
-                f"a --batch-size that {free} divides",
+                f"note: the policy is on {mesh.size} of {count} devices, as "
+                f"--placement.policy is 1; data={count} or fsdp={count} takes all, "
+                f"with a --batch-size that {count} divides",
                 file=sys.stderr,
             )
         return mesh

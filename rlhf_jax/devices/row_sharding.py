@@ -61,8 +61,8 @@ def row_share(mesh: Mesh) -> Share:
     """The share of rows on the devices of this process.
 
     On a TPU slice its blocks need not be neighbours. Processes whose devices differ
-    only along `tensor` have the same rows. One without devices of the mesh has those of
-    the first that has some.
+    only along `tensor` have the same rows. A process without devices of the mesh has
+    the rows of the first process with some.
     """
     return Share(_own(_blocks(mesh)), _num_blocks(mesh))
 

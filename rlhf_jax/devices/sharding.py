@@ -76,8 +76,8 @@ def shardings(
     Args:
       tree: arrays or `jax.ShapeDtypeStruct`s, with parameters at any depth.
       mesh: None is the mesh that is set (`jax.set_mesh`).
-      rules: logical axis -> axis of the mesh, or axes that share it, of which those
-        that an earlier dimension takes are left out.
+      rules: logical axis -> axis of the mesh, or axes that share it. Axes that an
+        earlier dimension takes are left out.
       small: elements; a leaf that no rule shards is replicated up to this size. A
         larger parameter is sharded over the axes of "embed" or "heads".
 

@@ -78,7 +78,7 @@ class Device(Protocol):
     def experts(self, *, place: int) -> HostArray:
         """Copies the record of a place to the host, i32[W, L, k].
 
-        It has no meaning from the place's column `cached` on.
+        Columns from the place's `cached` on have no meaning.
         """
         ...
 

@@ -113,9 +113,9 @@ class Experts:
     # act(gate) · up (gpt-oss); None keeps act(gate) · up.
     gate_limit: float | None = None
     gate_scale: float = 1.702  # s, dimensionless
-    # F of one expert, beside an MLP whose output is added. The router then reads the
-    # normed residual times a learned scale / sqrt(D), and another learned scale of each
-    # expert multiplies its weight (Gemma 4). None: of intermediate_size, and no MLP.
+    # F of one expert beside an MLP; both outputs are added. The router then multiplies
+    # its normed input by a learned scale / sqrt(D), and a learned scale of each expert
+    # its weight (Gemma 4). None: experts in place of the MLP, of intermediate_size.
     beside_width: int | None = None
 
     def __post_init__(self) -> None:

@@ -231,8 +231,8 @@ class _Walker:
         else:
             devices, nodes = self._group(line)
         if kind == "ragged-all-to-all":
-            # Of the rows that are sent and the room for them (`experts/dispatch.py`),
-            # one is an even share, and the other at least as many.
+            # The operands are the rows to send and the room for received ones. The
+            # smaller is an even share (`experts/dispatch.py`).
             operand_bytes = min(lines[x].result[0].size for x in line.operands[:2])
         size = operand_bytes * devices if kind == "all-gather" else operand_bytes
         if devices > 1:

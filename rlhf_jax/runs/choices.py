@@ -231,7 +231,8 @@ def build(kind: Any, values: dict[str, str], *, written: str) -> Any:
         except (InputError, ValueError, TypeError) as error:
             why = f"{name}: {error}"
             if not isinstance(error, InputError):
-                why = f"expected {name} to be {_described(hints[name])}, got {value!r}"
+                expected = f"expected {name} to be {_described(hints[name])}"
+                why = f"{expected}, got {value!r}; correct it"
             raise InputError(f"{written!r}: {why}") from None
     return kind(**made)
 

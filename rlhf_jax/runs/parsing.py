@@ -92,6 +92,7 @@ def read_text(path: Path, *, expected: str, advice: str) -> str:
             data = file.read(MAX_SIZE + 1)
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL
         why = error.strerror if isinstance(error, OSError) else error
+        source = source._replace(advice="give a file that can be read")
         raise source.refusal(f"a file that cannot be read: {why}") from None
     if len(data) > MAX_SIZE:
         raise source.refusal(f"more than {MAX_SIZE} bytes")

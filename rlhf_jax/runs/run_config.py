@@ -92,6 +92,9 @@ class RunConfig:
         return {name: one for name, one in LOGGERS.items() if vars(self)[name]}
 
 
+NAMES = {int: "a whole number", float: "a number", str: "a text", Path: "a path"}
+NAMES |= {bool: "true or false", type(None): "None"}  # in messages
+
 # Options that do not change the numbers: those of RunConfig, and those of experiments.
 MAY_DIFFER = {f.name for f in dataclasses.fields(RunConfig)} - {"seed"}
 MAY_DIFFER |= {"stop_timeout", "check_memory", "auto", "placement.policy"}
@@ -237,8 +240,12 @@ def _decode_fields(
                 value, group, prefix=f"{prefix}{name}.", made=record
             )
             wrong += amiss
-            if not amiss:
-                values[name] = _made(group, inner, wrong) if record else inner
+            if amiss:
+                continue
+            try:
+                values[name] = _made(group, inner) if record else inner
+            except TypeError as error:
+                wrong.append(f"  {prefix}{name}: {error}")
             continue
         try:
             values[name] = _decode(value, bare)
@@ -247,13 +254,15 @@ def _decode_fields(
     return values, wrong
 
 
-def _made(kind: Any, values: dict[str, Any], wrong: list[str]) -> Any:
+def _made(kind: Any, values: dict[str, Any]) -> Any:
     if missing := choices.missing(kind, values):
-        wrong.append(
-            f"  expected {', '.join(missing)} with {choices.name_of(kind)}, got none"
+        raise TypeError(
+            f"expected {', '.join(missing)} with {choices.name_of(kind)}, got none"
         )
-        return None
-    return kind(**values)
+    try:
+        return kind(**values)
+    except InputError as error:  # a value is out of its range
+        raise TypeError(str(error)) from error
 
 
 def _group(kind: Any) -> Any:
@@ -281,7 +290,10 @@ def _decode(value: Any, kind: Any) -> Any:
             return _record(value, kind)
         parse = getattr(kind, "parse", None)
         if isinstance(value, str) and parse is not None:
-            return parse(value)
+            try:
+                return parse(value)
+            except InputError as error:
+                raise TypeError(str(error)) from None
     elif choices.is_union(kind):
         if kinds and isinstance(value, str | int | float):  # as on a command line
             written = value if isinstance(value, str) else json.dumps(value)
@@ -308,14 +320,22 @@ def _decode(value: Any, kind: Any) -> Any:
             return float(value)
     elif type(value) is kind:
         return value
-    name = kind.__name__ if isinstance(kind, type) else str(kind)
-    if origin is typing.Literal:
-        name = f"one of {', '.join(map(str, inner))}"
-    elif (spec := choices.spec(kind)) is not None:
-        name = f"a text {spec.metavar}"
-    elif dataclasses.is_dataclass(kind):
-        name = f"an object with {', '.join(f.name for f in dataclasses.fields(kind))}"
-    raise TypeError(f"expected {name}, got {json.dumps(value):.80}")
+    raise TypeError(f"expected {_named(kind)}, got {json.dumps(value):.80}")
+
+
+def _named(kind: Any) -> str:
+    """An annotation in words, for messages: "a number or None"."""
+    inner = typing.get_args(kind)
+    if typing.get_origin(kind) is typing.Literal:
+        return f"one of {', '.join(map(str, inner))}"
+    if (spec := choices.spec(kind)) is not None:
+        return f"a text {spec.metavar}"
+    if choices.is_union(kind):
+        return " or ".join(map(_named, inner))
+    if dataclasses.is_dataclass(kind):
+        names = ", ".join(field.name for field in dataclasses.fields(kind))
+        return f"an object with {names}"
+    return NAMES.get(kind, kind.__name__ if isinstance(kind, type) else str(kind))
 
 
 def _record(fields: Mapping[str, Any], kind: Any) -> Any:
@@ -327,12 +347,6 @@ def _record(fields: Mapping[str, Any], kind: Any) -> Any:
             f"{', '.join(unknown)}"
         )
     values, wrong = _decode_fields(fields, kind, prefix="", made=True)
-    made = None
-    if not wrong:
-        try:
-            made = _made(kind, values, wrong)
-        except InputError as error:  # a value is out of its range
-            raise TypeError(str(error)) from error
     if wrong:
         raise TypeError("; ".join(fault.strip() for fault in wrong))
-    return made
+    return _made(kind, values)

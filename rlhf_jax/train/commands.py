@@ -16,14 +16,45 @@ if TYPE_CHECKING:
 OTHERS = {
     "--data": "--prompts",
     "--prompts": "--data",
-    "--teacher": "--reference",
     "--reference-free": "--reference none",
+    # Of version 0.1, where no key of an option has the name.
+    "--adam-mu-dtype": "--optimizer adam,mu_dtype=VALUE",
+    "--alarms.held-out-perplexity": "--alarms.text-perplexity",
+    "--alarms.out-of-domain-perplexity": "--alarms.text-perplexity",
+    "--critic-from": "--critic.start",
+    "--critic-learning-rate": "--critic.learning-rate",
+    "--episodes-timeout": "--environment NAME,seconds=VALUE",
+    "--eval-rows": "--held-out-rows or --text-rows",
+    "--kl-control.kind": "--kl-control KIND,target=VALUE",
+    "--lifecycle.mix-every": "--lifecycle.move mix,every=VALUE,rate=VALUE",
+    "--lifecycle.mix-rate": "--lifecycle.move mix,every=VALUE,rate=VALUE",
+    "--lifecycle.reset-every": "--lifecycle.move reset,every=VALUE",
+    "--no-measure-kl": "--reference none",
+    "--out-of-domain": "--texts NAME=SOURCE",
+    "--placement.teacher": "--placement.reference",
+    "--policy-learning-rate": "--learning-rate",
+    "--question-field": "--prompt-field",
+    "--recompute-logprobs": "--sampler-correction recompute",
+    "--reward-combine": "--reward-model A+B,combine=VALUE",
+    "--reward-std-coef": "--reward-model A+B,combine=mean_minus_std,std_coef=VALUE",
+    "--sampler-mesh": "--placement.sampler",
+    "--sampler-storage.dtype": "--sampler here,dtype=VALUE",
+    "--sampler-storage.embeddings": "--sampler here,dtype=int8,embeddings=VALUE",
+    "--sampler-weight-cap": "--sampler-correction truncate,cap=VALUE",
+    "--sampler-weight-floor": "--sampler-correction mask,cap=VALUE,floor=VALUE",
+    "--sapo-temperature-neg": "--surrogate sapo,temperature_neg=VALUE",
+    "--sapo-temperature-pos": "--surrogate sapo,temperature_pos=VALUE",
+    "--staleness-weight-cap": "--sampler-correction truncate,cap=VALUE",
+    "--teacher": "--reference",
+    "--teacher-storage.dtype": "--reference-storage.dtype",
+    "--teacher-storage.embeddings": "--reference-storage.embeddings",
+    "--truncate-reward-only": "--fixed-length AFTER,reward_only=true",
 }
-"""{option of another command or program: what to write instead}."""
+"""{option of another command, program or version: what to write instead}."""
 
 
 def successors(config_class: type[Any]) -> dict[str, str]:
-    """Returns how to write what is no option, but a key or a kind of one.
+    """Returns what to write in place of an option that is only a key or kind of one.
 
     {"--clip-range": "--surrogate clip,clip_range=VALUE", "--adam": "--optimizer adam"}
 

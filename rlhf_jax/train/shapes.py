@@ -56,7 +56,8 @@ def model_of(path: str) -> ModelConfig:
     try:
         return hf.model_config(path)
     except InputError as error:
-        close = difflib.get_close_matches(path, registry.KNOWN, n=1)
+        longer = [name for name in registry.KNOWN if name.startswith(f"{path}-")]
+        close = longer or difflib.get_close_matches(path, registry.KNOWN, n=1)
         if not close or "/" in path:
             raise
         raise InputError(f"{error}; the nearest known name is {close[0]}") from error

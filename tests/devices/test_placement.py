@@ -122,7 +122,10 @@ def test_the_mesh_of_each_place():
     ("options", "message"),
     [
         ({"policy": MeshShape(data=8), "critic": Place("last")}, "the 7 devices"),
-        ({"critic": Place("last", MeshShape(data=8))}, "more devices than the 8 last"),
+        (
+            {"critic": Place("last", MeshShape(data=8))},
+            "at least 9 devices, of which roles take the last 8",
+        ),
     ],
 )
 def test_devices_that_do_not_suffice(options, message):
@@ -202,14 +205,29 @@ def test_roles_take_whole_processes():
         assert sorted(device.id for device in policy) == [0, 1, 2, 3]
         assert sorted(device.id for device in hosts) == [4, 5, 6, 7, 8, 9, 10, 11]
     for wrong in (3, 6, 12):
-        with pytest.raises(InputError, match=f"have 4 each, .* got {wrong} devices"):
+        with pytest.raises(
+            InputError, match=rf"most 2, of 4 each\), got {wrong} devices"
+        ):
             split_hosts(devices, last=wrong)
 
 
 def test_roles_on_hosts_and_on_last_devices_do_not_mix():
     both = {"critic": Place("last", TWO), "reference": Place("hosts", TWO)}
-    with pytest.raises(InputError, match="write last or hosts for all"):
+    got = "got last for --placement.critic and hosts for --placement.reference"
+    with pytest.raises(InputError, match=got):
         Placement(policy=FOUR, **both).policy_mesh()
+    # It is said also where there are fewer devices than both take.
+    both["critic"] = Place("last", MeshShape(data=16))
+    with pytest.raises(InputError, match=got):
+        Placement(policy=FOUR, **both).policy_mesh()
+
+
+@pytest.mark.parametrize("size", [2, 16])
+def test_one_process_has_no_hosts_for_other_roles(size):
+    place = Place("hosts", MeshShape(data=size))
+    expected = "^--placement.critic: place: expected several processes with hosts, got "
+    with pytest.raises(InputError, match=f"{expected}one; write last"):
+        Placement(policy=FOUR, critic=place).policy_mesh()
 
 
 @pytest.mark.slow

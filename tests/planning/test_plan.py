@@ -120,6 +120,8 @@ def test_a_name_that_is_not_known_is_refused_with_the_nearest(monkeypatch):
     nearest = "^no checkpoint olmo-3-8b; the nearest known name is olmo-3-7b$"
     with pytest.raises(InputError, match=nearest):
         shapes.model_of("olmo-3-8b")
+    with pytest.raises(InputError, match=r"known name is gemma-4-26b-a4b$"):
+        shapes.model_of("gemma-4-26b")  # closer by its letters: gemma-4-e2b
     for other in ("runs/olmo-3-8b", "x"):
         with pytest.raises(InputError, match=f"^no checkpoint {other}$"):
             shapes.model_of(other)
@@ -405,6 +407,10 @@ def test_commands_that_cannot_be_planned(words, message):
         (["--placement.policy=fsdp=3"], r"multiply to the 8 devices, got .* = 3"),
         (["--num-minibatches=3"], r"num_minibatches to divide the 16 rows"),
         (["--placement.critic=last"], r"--placement.critic: expected a plan of one"),
+        (
+            ["--placement.reference=hosts:data=2"],
+            r"--placement.reference: expected a plan of one set of chips, got hosts",
+        ),
         (["--sampler=process"], r"--sampler: expected the library.s decoder"),
         (
             ["--placement.policy=context=4,fsdp=2", "--attention=cudnn"],

@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import re
 import typing
 
+import places
 import pytest
 import reread
 
@@ -25,6 +27,7 @@ from rlhf_jax.train.config import models, optimizer, prompts, rewards, sampler
 from rlhf_jax.train.config.optimizer import Adam, Custom, TFAdam
 from rlhf_jax.train.methods import distill, grpo, nash_md, online_dpo, ppo, reinforce
 
+CHANGELOG = places.ROOT / "rlhf_jax" / "CHANGELOG.md"
 CONFIGS = [
     module.Config for module in (ppo, grpo, reinforce, online_dpo, nash_md, distill)
 ]
@@ -354,6 +357,13 @@ def test_a_config_is_read_as_it_was_recorded(module, tmp_path):
             "method.penalty: expected an object with value_estimator, ",
         ),
         ("colour = 1", "method.colour: unknown\n"),
+        ('balance_coef = "x"', 'method.balance_coef: expected a number, got "x"\n'),
+        ("off_policy_mask = []", "method.off_policy_mask: expected a number or None, "),
+        ("[start]\nlora = { rank = 0 }", "start.lora: rank: expected a finite number "),
+        (
+            "[placement]\nreference = 'hosts'",
+            "placement.reference: place: expected policy, AXIS=SIZE,..., last, ",
+        ),
     ],
 )
 def test_a_choice_of_a_file_that_is_none_names_what_there_is(line, message, tmp_path):
@@ -413,8 +423,25 @@ def test_a_key_of_a_choice_that_a_command_lacks_is_no_option_of_it(module, optio
 def test_a_key_or_a_kind_that_is_given_as_an_option_is_written_out(option, written):
     with pytest.raises(InputError) as error:
         parse(f"{option}=1")
-    assert f"{option}: expected an option of this command" in str(error.value)
-    assert f"; write {written}" in str(error.value)
+    expected = f"expected an option of this command, got {option}; write {written}"
+    assert expected in str(error.value)
+
+
+def old_options():
+    """[(old, new)] of the changelog, without new values of options that still exist."""
+    text = CHANGELOG.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(--[\w.-]+)` \| `(--[\w.-]+)[^|]*` \|$", text, re.M)
+    assert len(rows) > 50
+    return rows
+
+
+@pytest.mark.parametrize(("old", "new"), old_options())
+def test_an_option_of_an_earlier_version_is_answered_with_its_successor(old, new):
+    with pytest.raises(InputError) as error:
+        parse(f"{old}=1", module=ppo)
+    got, _, written = str(error.value).partition("; write ")
+    assert got == f"expected an option of this command, got {old}"
+    assert written.split()[0] == new
 
 
 def test_what_is_written_in_place_of_a_key_has_the_form_of_its_choice():
@@ -423,12 +450,12 @@ def test_what_is_written_in_place_of_a_key_has_the_form_of_its_choice():
     def refusal(written):
         option, _, text = written.partition(" ")
         try:
-            parse(f"{option}={text.replace('VALUE', '1')}")
+            parse(f"{option}={text.replace('VALUE', '1')}", module=ppo)
         except InputError as error:
             return str(error)
         return ""
 
-    found = commands.successors(grpo.Config)
+    found = commands.successors(ppo.Config)
     refusals = [refusal(written) for written in {*found.values()}]
     wrong = ("before an equals sign", "is not an option", "expected options of")
     assert not [why for why in refusals if any(words in why for words in wrong)]

@@ -127,9 +127,9 @@ def test_misfit_fields_are_named_together():
     assert message.startswith("c.json does not fit")
     for line in (
         "kl_koef: unknown",
-        "num_steps: expected int, got 1.5",
-        "resume: expected bool, got 0",
-        'lifecycle.kl_every: expected int, got "3"',
+        "num_steps: expected a whole number, got 1.5",
+        "resume: expected true or false, got 0",
+        'lifecycle.kl_every: expected a whole number, got "3"',
         "lifecycle.rat: unknown",
         "betas: expected tuple[float, float], got [0.9]",
         'estimator: expected one of k1, k2, k3, got "k4"',
@@ -140,7 +140,7 @@ def test_misfit_fields_are_named_together():
 
 def test_an_integer_beyond_float64_is_a_misfit():
     fields = to_json(Config(out=Path("runs/a"))) | {"kl_coef": 10**400}
-    with pytest.raises(InputError, match="kl_coef: expected float") as error:
+    with pytest.raises(InputError, match="kl_coef: expected a number or None") as error:
         reread.config(Config, fields, source=Path("c.json"))
     assert len(str(error.value)) < 300
 

@@ -381,8 +381,8 @@ def test_a_job_of_submitit_is_a_run(tmp_path):
         ),
         (
             'trainer = ["ppo"]\n[options]\nmodel = "m"\nadam = "tf"\nprompts = "d"',
-            "trainer=ppo: --adam: expected an option of this command, got the name of "
-            "another; write --optimizer adam",
+            "trainer=ppo: expected an option of this command, got --adam; write "
+            "--optimizer adam",
         ),
         (TOML.replace("end(slope=2)", "start(slope=2)"), "got start; correct it"),
         (TOML.replace("end(slope=2)", "end(slope=7)"), "got slope=7; cells are slope"),

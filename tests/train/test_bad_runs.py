@@ -61,11 +61,17 @@ def begun(trainer, files, out, **changes):
     one_in(
         3,
         [
-            ({"seed": "x"}, "config.json does not fit .* seed: expected int, got .x"),
-            ({"seed": 1.5}, "config.json does not fit .* seed: expected int, got 1.5"),
+            (
+                {"seed": "x"},
+                "config.json does not fit .* seed: expected a whole number, got .x",
+            ),
+            (
+                {"seed": 1.5},
+                "config.json does not fit .* seed: expected a whole number, got 1.5",
+            ),
             (
                 {"seed": True},
-                "config.json does not fit .* seed: expected int, got true",
+                "config.json does not fit .* seed: expected a whole number, got true",
             ),
             ({"seed": -1}, "--seed: expected a number of at least 0 .* got -1"),
             (

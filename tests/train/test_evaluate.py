@@ -466,8 +466,8 @@ def refused(capsys, files, out, *argv, reference=None):
         ),
         (
             "--answer-field=right",
-            "--answer-field: expected an option of this command, got the name of "
-            "another; write --verifier NAME,answer_field=VALUE",
+            "expected an option of this command, got --answer-field; write --verifier "
+            "NAME,answer_field=VALUE",
         ),
         (
             "--verifier=exact,unmarked=last_number",

@@ -77,7 +77,9 @@ def test_the_last_devices_of_any_reference_are_left_free_by_the_policy():
     )
     assert both.policy_mesh().size == 1
     wide = parse(ppo, "--references", "b=x,place=last:data=8")
-    with pytest.raises(InputError, match="more devices than the 8 last ones"):
+    with pytest.raises(
+        InputError, match="at least 9 devices, of which roles take the last 8"
+    ):
         wide.policy_mesh()
     uneven = parse(ppo, "--references", "b=x,place=data=3")
     with pytest.raises(InputError, match=r"^--references b: "):

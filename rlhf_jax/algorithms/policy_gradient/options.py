@@ -228,10 +228,10 @@ class ClipCov:
 
 @dataclasses.dataclass(frozen=True)
 class KLCov:
-    """Tokens with the largest covariances are held to the policy that drew them."""
+    """Penalises |log π − log π_old| of the tokens with the largest covariances."""
 
     share: float = 2e-3
-    """Share of the tokens that are held."""
+    """Share of the tokens with the penalty."""
     coef: float = 1.0
     """Weight of |log π − log π_old|, reward units per nat."""
 

@@ -33,7 +33,7 @@ def choose(
     step: Array,
     choice: TokenChoice,
 ) -> tuple[PolicyExperience, masked.Stats]:
-    """Chooses tokens of the experience: those with an advantage, or held by KL-Cov.
+    """Chooses the tokens that are trained on, or that KL-Cov penalises.
 
     Args:
       rollout: the rollout of these rows, with the sampler's entropies.

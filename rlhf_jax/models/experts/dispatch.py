@@ -232,8 +232,8 @@ def _turn(
 ) -> Array:
     """f32[N, D], the terms of the rows that arrive in one turn, at most `room`.
 
-    Rows that arrive at a device have places there by sender, then by expert, of which a
-    turn takes the next `room`:
+    Rows that arrive at a device are ordered by sender, then by expert. A turn takes the
+    next `room` of them:
 
         place          0  1  2  3  4
         at device 1    e2 e2 e3 e3 e3      two of device 0, three of device 1

@@ -159,10 +159,9 @@ def _refuse_renamed(
         name = text.partition("=")[0].replace("_", "-")
         if name in renamed and name not in known:
             successor = renamed[name]
-            # An option of another command is followed by its name in brackets.
-            exists = successor.split()[0] in known or successor.endswith(")")
+            exists = successor.split()[0] in known
             raise InputError(
-                f"{name}: expected an option of this command, got the name of another; "
+                f"expected an option of this command, got {name}; "
                 f"{f'write {successor}' if exists else 'leave it out'}"
             )
 
@@ -233,10 +232,11 @@ def load_function(
       StopError: the module calls `sys.exit` when it is imported.
     """
     module_name, _, name = spec.partition(":")
+    where = f"{called} {spec}".strip()
     if not module_name or not name:
-        where = f"{called}: " if called else ""
+        option = f"{called}: " if called else ""
         raise InputError(
-            f"{where}expected module:{kind}, got {spec!r}; name both, as "
+            f"{option}expected module:{kind}, got {spec!r}; name both, as "
             f"my_module:my_{kind}"
         )
     if os.getcwd() not in sys.path:
@@ -245,14 +245,14 @@ def load_function(
         module = importlib.import_module(module_name)
     except SystemExit as stop:
         raise StopError(
-            f"{spec}: expected a module {module_name} that can be imported, got one "
+            f"{where}: expected a module {module_name} that can be imported, got one "
             f"that calls sys.exit({stop.code!r:.80}); put what it runs as a script "
             f'under `if __name__ == "__main__":`'
         ) from stop
     except Exception as error:  # the user's code may raise anything
         raise InputError(
-            f"{spec}: expected a module {module_name}, installed or in {os.getcwd()}, "
-            f"got {type(error).__name__}: {error}"
+            f"{where}: expected a module {module_name}, installed or in {os.getcwd()}, "
+            f"got {type(error).__name__}: {error}; correct the name, or the module"
         ) from error
     function = vars(module).get(name)
     if not callable(function):
@@ -260,11 +260,11 @@ def load_function(
         # Neither a built-in module nor a folder without __init__.py has a file.
         place = getattr(module, "__file__", None) or f"the module {module_name}"
         raise InputError(
-            f"{spec}: expected a {kind} {name} in {place}, got {got}; "
+            f"{where}: expected a {kind} {name} in {place}, got {got}; "
             f"define it there, or name another"
         )
     if takes is not None:
-        expect_arguments(function, takes=takes, where=f"{called} {spec}")
+        expect_arguments(function, takes=takes, where=where)
     return function
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rlhf_jax.train.config.config import PolicyGradientConfig
 
 Config: TypeAlias = "PolicyGradientConfig"
-STALE = "--max-staleness or --placement.sampler last"
+STALE = "a stale sampler (--max-staleness, --placement.sampler last or hosts)"
 Choices = Mapping[str, bool]
 
 
@@ -268,8 +268,8 @@ TABLE: Mapping[tuple[str, str], str] = {
         "only the decoder beside the trainer draws these, and records likeliest tokens"
     ),
     ("server", "known to the decoder"): (
-        "a server decides the order itself, and neither entropies nor experts are read "
-        "from its answers"
+        "a server chooses which rows it runs together and where they end, and returns "
+        "neither entropies nor experts"
     ),
     ("environment", "how prompts are written"): "it writes its prompts from the rows",
     ("environment", "decoder options"): (

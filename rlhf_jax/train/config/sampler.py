@@ -153,8 +153,9 @@ class Sampling:
     max_staleness: int | None = None
     """Iterations k by which the sampler may be behind the trainer: the policy of step
     max(0, s - k) draws the responses of step s, while the trainer learns from earlier
-    ones. 0 is on-policy; None is 1 with --placement.sampler last, otherwise 0. On the
-    policy's devices each batch that is not drawn yet holds a copy of the parameters."""
+    ones. 0 is on-policy; None is 1 with --placement.sampler last or hosts, otherwise
+    0. On the policy's devices each batch that is not drawn yet holds a copy of the
+    parameters."""
     max_redraws: int = 0
     """Most batches drawn again per iteration, until no group of responses has equal
     rewards (dynamic sampling); 0 draws none."""

@@ -107,8 +107,10 @@ def chosen(config: Config, options: Options) -> tuple[Config, list[str]]:
     """Returns the config with the choices of `--auto` for these chips, and a report.
 
     Raises:
-      InputError: as `measured.target`.
+      InputError: as `measured.target`, or a role is on devices of its own.
     """
+    if not isinstance(config, SupervisedConfig):
+        policy_gradient.refuse_apart(config)
     if config.auto is None:
         return config, []
     among = jax.devices() if options.slice is None else compiled.slice_of(options.slice)

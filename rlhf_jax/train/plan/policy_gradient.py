@@ -45,7 +45,6 @@ def workload_of(
     Args:
       texts: the lengths of a batch.
     """
-    refuse_apart(config)
     meshes = Meshes(mesh, mesh, mesh)
     models = shapes.of_run(config, meshes=meshes, start=start)
     parts = {

@@ -17,7 +17,7 @@ LAYER = "model.layers.{layer}"
 
 
 def experts_from_hf(config: Mapping[str, Any]) -> Experts | None:
-    """The mixture of a Gemma4Text `config.json`; None of a dense model."""
+    """The mixture of a Gemma4Text `config.json`; None for a dense model."""
     if not fields.option(config, "enable_moe_block", False):
         return None
     return Experts(
@@ -28,7 +28,7 @@ def experts_from_hf(config: Mapping[str, Any]) -> Experts | None:
 
 
 def experts_to_hf(model: ModelConfig) -> dict[str, Any]:
-    """The options that `experts_from_hf` reads back; none of a dense model."""
+    """The options that `experts_from_hf` reads back; {} for a dense model."""
     experts = model.experts
     if experts is None:
         return {}
