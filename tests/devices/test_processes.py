@@ -391,6 +391,35 @@ def test_roles_on_a_host_of_their_own(files, tmp_path, name):
     assert_same(tmp_path / "two", tmp_path / "one", close=2e-5)  # after Adam
 
 
+REFUSED_ON_HOSTS = {
+    "episodes": (
+        *("grpo", *PLAYED["grpo"], "--placement.sampler=hosts:data=2"),
+        "expected a sampler with devices of every process, as each plays",
+    ),
+    "episodes of the policy's host": (
+        *("grpo", *PLAYED["grpo"], "--placement.reference=hosts:data=2"),
+        "got none of process 1; place other roles at last:MESH",
+    ),
+    "log-probs before the updates": (
+        *("dpo", *OTHERS["dpo"][:-1], "--placement.reference=hosts:data=2"),
+        *("--precompute", "expected one process to precompute a reference, got 2"),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED_ON_HOSTS)
+def test_what_hosts_of_their_own_cannot_do_is_refused_before_the_run(
+    files, tmp_path, name
+):
+    trainer, *argv, message = REFUSED_ON_HOSTS[name]
+    argv.append("--placement.policy=data=2")
+    for _, error in run(trainer, files, tmp_path / "out", *argv, expected=2):
+        assert message in error
+        assert "Traceback" not in error
+    assert not (tmp_path / "out").exists()
+
+
 EVALUATED = {
     "a reward and a reference": (
         *("--prompts=prompts.jsonl", "--reward=their_rewards:score"),
