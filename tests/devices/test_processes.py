@@ -462,6 +462,24 @@ def test_a_reward_that_fails_in_the_first_process_ends_all(files, tmp_path):
         assert "Traceback" not in error
 
 
+REFUSING = """
+import sys
+from rlhf_jax.devices import processes
+from rlhf_jax.functional.checks import InputError
+coordinator, number = sys.argv[1:]
+processes.Group(coordinator, 2, int(number)).join()
+processes.on_each(lambda: None)
+
+def check():
+    if int(number) == 1:
+        raise InputError("memory of the second: expected ü, got less")
+
+try:
+    processes.on_each(check)
+except InputError as error:
+    print(f"refused {number}: {error}", file=sys.stderr, flush=True)
+processes.exit_with_others(3)
+"""
 ENDING = """
 import sys, time
 from rlhf_jax.devices import processes
@@ -474,7 +492,15 @@ processes.exit_with_others(3)
 
 
 @pytest.mark.slow
-def test_processes_that_end_for_one_reason_all_say_it(tmp_path):
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (ENDING, "refused {}"),
+        (REFUSING, "refused {}: memory of the second: expected ü, got less"),
+    ],
+    ids=["in all", "in the second"],
+)
+def test_processes_that_end_for_one_reason_all_say_it(script, said):
     # The first, which the others need, comes to its end two seconds before the second.
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -482,7 +508,7 @@ def test_processes_that_end_for_one_reason_all_say_it(tmp_path):
     environment = os.environ | {"PYTHONPATH": places.PYTHONPATH}
     running = [
         subprocess.Popen(
-            [sys.executable, "-c", ENDING, address, str(number)],
+            [sys.executable, "-c", script, address, str(number)],
             env=environment,
             stderr=subprocess.PIPE,
             text=True,
@@ -490,7 +516,7 @@ def test_processes_that_end_for_one_reason_all_say_it(tmp_path):
         for number in range(2)
     ]
     for number, process in enumerate(running):
-        assert f"refused {number}" in process.communicate(timeout=100)[1]
+        assert said.format(number) in process.communicate(timeout=100)[1]
         assert process.returncode == 3
 
 
