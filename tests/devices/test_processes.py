@@ -331,6 +331,27 @@ def test_a_sampler_that_fails_ends_all_processes(files, tmp_path, behind):
         assert "Traceback" not in error
 
 
+@pytest.mark.long
+def test_alternatives_are_those_of_the_rows_that_are_shown(files, tmp_path):
+    """Weights on devices of both processes: a sum must be of the same rows in both."""
+    two, one = tmp_path / "two", tmp_path / "one"
+    argv = (*PPO, "--num-steps=1", "--num-alternatives=2")
+    run("ppo", files, two, *argv, "--placement.policy=fsdp=4")
+    alone("ppo", files, one, *argv)
+    ours, theirs = (
+        [
+            token
+            for row in metrics.read(out / "samples.jsonl")
+            for token in row["alternatives"]
+        ]
+        for out in (two, one)
+    )
+    for likely, expected in zip(ours, theirs, strict=True):
+        assert [text for text, *_ in likely] == [text for text, *_ in expected]
+        numbers = ([row[1:] for row in rows] for rows in (likely, expected))
+        np.testing.assert_allclose(*numbers, atol=2e-4)
+
+
 APART = {
     "roles apart": (
         *("ppo", *PPO, "--placement.policy=data=2,fsdp=2"),
