@@ -192,7 +192,8 @@ def split_hosts(devices: Sequence[Any], *, last: int) -> tuple[list[Any], list[A
     """Splits off all devices of the last processes, which together have `last`.
 
     Raises:
-      InputError: no last processes have together `last` devices, or all have.
+      InputError: no last processes have together `last` devices, or all have; or a
+        part is a single device.
     """
     first, others = dict(sorted(_of_process(devices).items())), []
     while len(first) > 1 and len(others) < last:
@@ -204,7 +205,15 @@ def split_hosts(devices: Sequence[Any], *, last: int) -> tuple[list[Any], list[A
             f"which have {' or '.join(map(str, sizes))} each, and of fewer than all "
             f"processes, got {last} devices; change its mesh, or write last"
         )
-    return [device for own in first.values() for device in own], others
+    policy = [device for own in first.values() for device in own]
+    if 1 in (len(policy), len(others)):
+        # Processes without it crash in XLA when they repeat its programs.
+        raise InputError(
+            f"place: expected hosts of two or more devices, for the policy and for "
+            f"other roles, got {len(policy)} and {len(others)}; use more devices, or "
+            f"place all roles with the policy"
+        )
+    return policy, others
 
 
 def _of_process(devices: Sequence[Any]) -> dict[int, list[Any]]:

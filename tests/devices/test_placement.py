@@ -150,7 +150,7 @@ def test_a_host_that_cannot_be_had_is_told_by_its_option(monkeypatch):
 @pytest.mark.parametrize("text", ["cpu", "pinned_host", "last@pinned_host"])
 def test_what_is_trained_or_samples_is_on_devices(text):
     place = Place.parse(text)
-    with pytest.raises(InputError, match=r"--placement.critic: expected policy or"):
+    with pytest.raises(InputError, match=r"--placement.critic: expected policy, last:"):
         Placement(critic=place)
     with pytest.raises(InputError, match=r"--placement.sampler: expected policy, A"):
         Placement(sampler=place)
@@ -160,7 +160,7 @@ def test_what_is_trained_or_samples_is_on_devices(text):
 
 def test_a_sampler_may_have_a_mesh_over_the_policy_s_devices():
     place = Place.parse("data=2,tensor=4")
-    with pytest.raises(InputError, match=r"--placement.critic: expected policy or"):
+    with pytest.raises(InputError, match=r"--placement.critic: expected policy, last:"):
         Placement(critic=place)
     placement = Placement(policy=MeshShape(fsdp=8), sampler=place)
     mesh = placement.policy_mesh()
@@ -204,6 +204,14 @@ def test_roles_take_whole_processes():
     for wrong in (3, 6, 12):
         with pytest.raises(InputError, match=f"have 4 each, .* got {wrong} devices"):
             split_hosts(devices, last=wrong)
+
+
+def test_hosts_of_a_single_device_are_refused():
+    devices = [Device(number, number) for number in range(3)]
+    assert split_hosts([*devices, Device(3, 3)], last=2)[1][0].id == 2
+    for last in (1, 2):
+        with pytest.raises(InputError, match=f"got {3 - last} and {last}; use more"):
+            split_hosts(devices, last=last)
 
 
 def test_roles_on_hosts_and_on_last_devices_do_not_mix():
