@@ -348,8 +348,8 @@ def test_alternatives_are_those_of_the_rows_that_are_shown(files, tmp_path):
     )
     for likely, expected in zip(ours, theirs, strict=True):
         assert [text for text, *_ in likely] == [text for text, *_ in expected]
-        numbers = ([row[1:] for row in rows] for rows in (likely, expected))
-        np.testing.assert_allclose(*numbers, atol=2e-4)
+        left, right = ([row[1:] for row in rows] for rows in (likely, expected))
+        np.testing.assert_allclose(left, right, atol=2e-4)
 
 
 APART = {
