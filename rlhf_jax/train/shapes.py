@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -46,6 +47,8 @@ def start(model: ModelConfig, *, backend: str) -> Pretrained:
 
 def model_of(path: str) -> ModelConfig:
     """Returns the model config of a checkpoint, or of a known name."""
+    if Path(path).exists():  # loads no family but its own
+        return hf.model_config(path)
     from rlhf_jax.models.families import registry
 
     if path in registry.KNOWN:

@@ -150,7 +150,7 @@ def test_a_host_that_cannot_be_had_is_told_by_its_option(monkeypatch):
 @pytest.mark.parametrize("text", ["cpu", "pinned_host", "last@pinned_host"])
 def test_what_is_trained_or_samples_is_on_devices(text):
     place = Place.parse(text)
-    with pytest.raises(InputError, match=r"--placement.critic: expected policy, last:"):
+    with pytest.raises(InputError, match=r"--placement.critic: expected policy, last"):
         Placement(critic=place)
     with pytest.raises(InputError, match=r"--placement.sampler: expected policy, A"):
         Placement(sampler=place)
@@ -160,7 +160,7 @@ def test_what_is_trained_or_samples_is_on_devices(text):
 
 def test_a_sampler_may_have_a_mesh_over_the_policy_s_devices():
     place = Place.parse("data=2,tensor=4")
-    with pytest.raises(InputError, match=r"--placement.critic: expected policy, last:"):
+    with pytest.raises(InputError, match=r"--placement.critic: expected policy, last"):
         Placement(critic=place)
     placement = Placement(policy=MeshShape(fsdp=8), sampler=place)
     mesh = placement.policy_mesh()
