@@ -111,12 +111,7 @@ def load_or_compute(
       StopError: a log-prob is not finite.
     """
     _check(rows, segments, model=model)
-    if jax.process_count() > 1:
-        raise InputError(
-            f"expected one process to precompute a reference, got "
-            f"{jax.process_count()}; run once without --coordinator, or compute the "
-            f"log-probs of each batch when it is due"
-        )
+    require_one_process()
     frozen.verify(reference)
     of = {
         "fingerprint": frozen.fingerprint_of(reference).root,
@@ -149,6 +144,16 @@ def load_or_compute(
         write_json(about, {**of, "sha256": sums.of_file(values)[1]})
     _check_whole(values, about)
     return Precomputed(logprobs=np.load(values, mmap_mode="r"), starts=starts)
+
+
+def require_one_process() -> None:
+    """Raises InputError if there are several processes."""
+    if jax.process_count() > 1:
+        raise InputError(
+            f"expected one process to precompute a reference, got "
+            f"{jax.process_count()}; run once without --coordinator, or compute the "
+            f"log-probs of each batch when it is due"
+        )
 
 
 @functools.partial(jax.jit, static_argnames=("model", "temperature"))

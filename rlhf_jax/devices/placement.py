@@ -192,8 +192,8 @@ def split_hosts(devices: Sequence[Any], *, last: int) -> tuple[list[Any], list[A
     """Splits off all devices of the last processes, which together have `last`.
 
     Raises:
-      InputError: there is one process, or no whole processes have together `last`
-        devices and leave one to the policy.
+      InputError: there is one process, no whole processes have together `last` devices
+        and leave one to the policy, or a part is a single device.
     """
     of_process = _of_process(devices)
     if len(of_process) == 1:
@@ -211,7 +211,15 @@ def split_hosts(devices: Sequence[Any], *, last: int) -> tuple[list[Any], list[A
             f"(at most {len(of_process) - 1}, of {' or '.join(map(str, sizes))} each), "
             f"got {last} devices; change its mesh, or write last"
         )
-    return [device for own in first.values() for device in own], others
+    policy = [device for own in first.values() for device in own]
+    if 1 in (len(policy), len(others)):
+        # Processes without it crash in XLA when they repeat its programs.
+        raise InputError(
+            f"place: expected hosts of two or more devices, for the policy and for "
+            f"other roles, got {len(policy)} and {len(others)}; use more devices, or "
+            f"place all roles with the policy"
+        )
+    return policy, others
 
 
 def _of_process(devices: Sequence[Any]) -> dict[int, list[Any]]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -157,16 +158,34 @@ def on_first(check: Callable[[], None]) -> None:
         raise InputError(message)
 
 
-def from_first(text: str) -> str:
-    """The text of the first process, in all of them."""
+def on_each(check: Callable[[], None]) -> None:
+    """Runs a check in every process; raises the first InputError in all of them."""
+    if jax.process_count() == 1:
+        check()
+        return
+    message = ""
+    try:
+        check()
+    except InputError as error:
+        message = str(error)
+    failed = multihost_utils.process_allgather(np.int32(bool(message)))
+    if np.any(failed):
+        raise InputError(from_first(message, first=int(np.argmax(failed))))
+
+
+def from_first(text: str, *, first: int = 0) -> str:
+    """The text of the first process, or of another, in all of them."""
     if jax.process_count() == 1:
         return text
+    send = functools.partial(
+        multihost_utils.broadcast_one_to_all, is_source=jax.process_index() == first
+    )
     # The length first, as broadcast arrays have one shape in all processes.
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text.encode()))))
+    size = int(send(np.int32(len(text.encode()))))
     if not size:
         return ""
     padded = np.frombuffer(text.encode()[:size].ljust(size, b"\0"), np.uint8)
-    return bytes(multihost_utils.broadcast_one_to_all(padded)).decode()
+    return bytes(send(padded)).decode()
 
 
 def computed_by_first(compute: Callable[[], Any]) -> Any:

@@ -99,16 +99,22 @@ def check(
       change: what the user can change, a phrase that names options.
 
     Raises:
-      InputError: the run cannot fit. The message has one line per part.
+      InputError: the run cannot fit on a device of some process, in all of them. The
+        message has one line per part.
     """
-    always = _account(resident)
-    _compare(always, change=change)
-    for one in passing():
-        least = _account([*resident, *one.beside])
-        for device in processes.local_devices(one.mesh):
-            for name, size in ((one.name, one.size), *one.others):
-                _add(least, _place(device), name, size // one.mesh.size)
-        _compare(least, change=change)
+
+    def check_own() -> None:
+        always = _account(resident)
+        _compare(always, change=change)
+        for one in passing():
+            least = _account([*resident, *one.beside])
+            for device in processes.local_devices(one.mesh):
+                for name, size in ((one.name, one.size), *one.others):
+                    _add(least, _place(device), name, size // one.mesh.size)
+            _compare(least, change=change)
+
+    # Hosts with other roles have other sums.
+    processes.on_each(check_own)
 
 
 def _account(resident: Sequence[Part]) -> dict[Any, dict[str, int]]:

@@ -25,7 +25,13 @@ from rlhf_jax.algorithms.policy_gradient import iteration
 from rlhf_jax.algorithms.policy_gradient.update import shuffle_key, update
 from rlhf_jax.algorithms.state import SupervisedState, TrainState
 from rlhf_jax.checkpoints import frozen_models
-from rlhf_jax.devices import moving, program_cache, row_sharding, sharding
+from rlhf_jax.devices import (
+    moving,
+    processes,
+    program_cache,
+    row_sharding,
+    sharding,
+)
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.models.generation.sampling import Shaping
 from rlhf_jax.roles.reference import drift, frozen
@@ -412,9 +418,18 @@ class Programs:
         if not watch.num_alternatives or not watch.num_shown:
             return None
         assert reference is not None  # by the capability table
-        tokens, mask = row_sharding.local_rows((rollout.tokens, rollout.mask))
-        rows = slice(watch.num_shown)
-        return self._likeliest(policy, reference.stored, tokens[rows], mask[rows])
+        # Rows of the first process, which writes them: a program of all processes must
+        # read the same ones in each.
+        tokens, mask = (
+            processes.from_owners(
+                rows[: watch.num_shown],
+                owners={0},
+                shape=rows[: watch.num_shown].shape,
+                dtype=rows.dtype,
+            )
+            for rows in row_sharding.local_rows((rollout.tokens, rollout.mask))
+        )
+        return self._likeliest(policy, reference.stored, tokens, mask)
 
     def brought(self, reference: Frozen, policy: Params, *, due: bool) -> Params:
         """Returns the policy on devices that `lifecycle.after_step` can copy from."""

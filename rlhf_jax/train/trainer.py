@@ -27,7 +27,7 @@ from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.devices import processes, program_cache, sharding
-from rlhf_jax.devices.placement import AUTO, WITH_POLICY
+from rlhf_jax.devices.placement import AUTO, WITH_POLICY, Place
 from rlhf_jax.planning import memory_check
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.rewards.scores import Scores
@@ -282,7 +282,9 @@ def _placed(
     )
     if layout is not None:
         print(layout)
-    return config
+    # Their memory and devices may differ: the first process chooses for all.
+    chosen = processes.from_first(str(config.placement.sampler))
+    return config.sampled_at(Place.parse(chosen))
 
 
 def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:

@@ -211,6 +211,14 @@ def test_roles_take_whole_processes():
             split_hosts(devices, last=wrong)
 
 
+def test_hosts_of_a_single_device_are_refused():
+    devices = [Device(number, number) for number in range(3)]
+    assert split_hosts([*devices, Device(3, 3)], last=2)[1][0].id == 2
+    for last in (1, 2):
+        with pytest.raises(InputError, match=f"got {3 - last} and {last}; use more"):
+            split_hosts(devices, last=last)
+
+
 def test_roles_on_hosts_and_on_last_devices_do_not_mix():
     both = {"critic": Place("last", TWO), "reference": Place("hosts", TWO)}
     got = "got last for --placement.critic and hosts for --placement.reference"

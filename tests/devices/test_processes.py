@@ -331,6 +331,27 @@ def test_a_sampler_that_fails_ends_all_processes(files, tmp_path, behind):
         assert "Traceback" not in error
 
 
+@pytest.mark.long
+def test_alternatives_are_those_of_the_rows_that_are_shown(files, tmp_path):
+    """Weights on devices of both processes: a sum must be of the same rows in both."""
+    two, one = tmp_path / "two", tmp_path / "one"
+    argv = (*PPO, "--num-steps=1", "--num-alternatives=2")
+    run("ppo", files, two, *argv, "--placement.policy=fsdp=4")
+    alone("ppo", files, one, *argv)
+    ours, theirs = (
+        [
+            token
+            for row in metrics.read(out / "samples.jsonl")
+            for token in row["alternatives"]
+        ]
+        for out in (two, one)
+    )
+    for likely, expected in zip(ours, theirs, strict=True):
+        assert [text for text, *_ in likely] == [text for text, *_ in expected]
+        left, right = ([row[1:] for row in rows] for rows in (likely, expected))
+        np.testing.assert_allclose(left, right, atol=2e-4)
+
+
 APART = {
     "roles apart": (
         *("ppo", *PPO, "--placement.policy=data=2,fsdp=2"),
@@ -391,6 +412,35 @@ def test_roles_on_a_host_of_their_own(files, tmp_path, name):
     assert_same(tmp_path / "two", tmp_path / "one", close=2e-5)  # after Adam
 
 
+REFUSED_ON_HOSTS = {
+    "episodes": (
+        *("grpo", *PLAYED["grpo"], "--placement.sampler=hosts:data=2"),
+        "expected a sampler with devices of every process, as each plays",
+    ),
+    "episodes of the policy's host": (
+        *("grpo", *PLAYED["grpo"], "--placement.reference=hosts:data=2"),
+        "got none of process 1; place other roles at last:MESH",
+    ),
+    "log-probs before the updates": (
+        *("dpo", *OTHERS["dpo"][:-1], "--placement.reference=hosts:data=2"),
+        *("--precompute", "expected one process to precompute a reference, got 2"),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED_ON_HOSTS)
+def test_what_hosts_of_their_own_cannot_do_is_refused_before_the_run(
+    files, tmp_path, name
+):
+    trainer, *argv, message = REFUSED_ON_HOSTS[name]
+    argv.append("--placement.policy=data=2")
+    for _, error in run(trainer, files, tmp_path / "out", *argv, expected=2):
+        assert message in error
+        assert "Traceback" not in error
+    assert not (tmp_path / "out").exists()
+
+
 EVALUATED = {
     "a reward and a reference": (
         *("--prompts=prompts.jsonl", "--reward=their_rewards:score"),
@@ -433,6 +483,24 @@ def test_a_reward_that_fails_in_the_first_process_ends_all(files, tmp_path):
         assert "Traceback" not in error
 
 
+REFUSING = """
+import sys
+from rlhf_jax.devices import processes
+from rlhf_jax.functional.checks import InputError
+coordinator, number = sys.argv[1:]
+processes.Group(coordinator, 2, int(number)).join()
+processes.on_each(lambda: None)
+
+def check():
+    if int(number) == 1:
+        raise InputError("memory of the second: expected ü, got less")
+
+try:
+    processes.on_each(check)
+except InputError as error:
+    print(f"refused {number}: {error}", file=sys.stderr, flush=True)
+processes.exit_with_others(3)
+"""
 ENDING = """
 import sys, time
 from rlhf_jax.devices import processes
@@ -445,7 +513,15 @@ processes.exit_with_others(3)
 
 
 @pytest.mark.slow
-def test_processes_that_end_for_one_reason_all_say_it(tmp_path):
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (ENDING, "refused {}"),
+        (REFUSING, "refused {}: memory of the second: expected ü, got less"),
+    ],
+    ids=["in all", "in the second"],
+)
+def test_processes_that_end_for_one_reason_all_say_it(script, said):
     # The first, which the others need, comes to its end two seconds before the second.
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -453,7 +529,7 @@ def test_processes_that_end_for_one_reason_all_say_it(tmp_path):
     environment = os.environ | {"PYTHONPATH": places.PYTHONPATH}
     running = [
         subprocess.Popen(
-            [sys.executable, "-c", ENDING, address, str(number)],
+            [sys.executable, "-c", script, address, str(number)],
             env=environment,
             stderr=subprocess.PIPE,
             text=True,
@@ -461,7 +537,7 @@ def test_processes_that_end_for_one_reason_all_say_it(tmp_path):
         for number in range(2)
     ]
     for number, process in enumerate(running):
-        assert f"refused {number}" in process.communicate(timeout=100)[1]
+        assert said.format(number) in process.communicate(timeout=100)[1]
         assert process.returncode == 3
 
 

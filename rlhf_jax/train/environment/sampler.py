@@ -15,7 +15,7 @@ from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.turns import TurnEncoder
-from rlhf_jax.devices import row_sharding
+from rlhf_jax.devices import processes, row_sharding
 from rlhf_jax.environments.calculator import Calculator
 from rlhf_jax.environments.episodes import Limits, Play
 from rlhf_jax.environments.guessing import Guessing
@@ -134,6 +134,10 @@ class OpenedEnvironment:
           mesh: the sampler's mesh, whose devices along `tensor` draw episodes together;
             None is one device. Each of several processes has its own rows of a batch
             and its own environment.
+
+        Raises:
+          InputError: a turn may be longer than an episode, or a process has no device
+            of the mesh.
         """
         turn_tokens = options.max_turn_tokens
         checks.within(
@@ -142,6 +146,14 @@ class OpenedEnvironment:
             "lower it",
             **{"max_turn_tokens of --environment": turn_tokens},
         )
+        owners = {jax.process_index()} if mesh is None else processes.owners(mesh)
+        if idle := {*range(jax.process_count())} - owners:
+            raise InputError(
+                f"--environment: expected a sampler with devices of every process, as "
+                f"each plays the episodes of its own rows, got none of process "
+                f"{', '.join(map(str, sorted(idle)))}; place other roles at last:MESH "
+                f"instead of hosts:MESH"
+            )
         self.pool = stack.enter_context(
             EnvironmentPool(
                 make_environment(options.name, unsafe=pool.unsafe_verifier),

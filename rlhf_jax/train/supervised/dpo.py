@@ -153,6 +153,8 @@ class Learner(Task[Config]):
     def read(self, receipts: Receipts) -> list[Row]:
         """Reads pairs, or responses with a label."""
         data = self.config.data
+        if self.config.reference.precompute:  # before weights are read
+            precomputed.require_one_process()
         self._receipt = receipts.source("--data", data.data, called=self.called)
         return preferences.read(data, labelled=self._labelled, receipt=self._receipt)
 
