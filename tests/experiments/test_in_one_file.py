@@ -116,7 +116,9 @@ def recipe_of(name: str):
     fixed = kl_control.fixed(file.KL_COEF)
     if name == "grpo":
         options |= {"group_size": file.GROUP_SIZE}
-        return grpo.GRPO(**vars(grpo.published.PUBLISHED) | options), state.grpo_state(
+        return grpo.GRPO(
+            **vars(grpo.published.DEEPSEEK_MATH) | options
+        ), state.grpo_state(
             policy=trained["policy"], policy_optimizer=optimizer, kl=fixed
         )
     recipe = ppo.PPO(

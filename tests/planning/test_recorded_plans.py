@@ -218,7 +218,7 @@ def test_a_hybrid_of_8k_on_16_v6e():
     assert (result["chips"], result["tokens"]) == (16, 64 * 8192)
     [turn] = [one["seconds_of_turn"] for one in result["programs"] if one["turns"]]
     token, step = 1e3 * turn["bound"], result["seconds"]
-    assert f"a token takes {token:.2f} ms and a step {step:.1f} s" in README
+    assert f"{token:.2f} ms per token, {step:.1f} s per step" in README
     assert turn["memory"] < 1.4 * turn["by_hand"]
 
 

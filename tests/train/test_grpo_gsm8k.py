@@ -703,7 +703,7 @@ def test_an_answer_without_a_number_is_named_by_file_and_line(
 @pytest.mark.parametrize(
     ("preset", "recipe"),
     [
-        ("deepseekmath", grpo.published.PUBLISHED),
+        ("deepseekmath", grpo.published.DEEPSEEK_MATH),
         ("rloo", grpo.published.RLOO),
         ("rloo-masked", grpo.published.RLOO_MASKED),
         ("gspo", grpo.published.GSPO),

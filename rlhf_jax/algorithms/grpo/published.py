@@ -12,7 +12,7 @@ from rlhf_jax.algorithms.grpo.recipe import GroupRecipe
 from rlhf_jax.algorithms.policy_gradient import options, recipe
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
 
-PUBLISHED = GroupRecipe(
+DEEPSEEK_MATH = GroupRecipe(
     penalty=Penalty(value_estimator="k3", placement="loss"),
     temperature=1.0,
     group_size=64,

@@ -66,7 +66,7 @@ class Config(PolicyGradientConfig):
 
 PRESETS: dict[str, dict[str, Any]] = {
     "deepseekmath": {
-        "method": published.PUBLISHED,
+        "method": published.DEEPSEEK_MATH,
         "kl": KL(kl_coef=0.04),
         "batch": Batch(batch_size=1024, max_new_tokens=1024),
         "optimizer": Optimizer(learning_rate=1e-6),

@@ -336,7 +336,7 @@ def test_a_group_of_two_prompts_has_no_advantage(scored, baseline):
 @pytest.mark.long
 @pytest.mark.slow
 def test_the_published_recipe_learns():
-    fitted = dataclasses.replace(grpo.published.PUBLISHED, group_size=4)
+    fitted = dataclasses.replace(grpo.published.DEEPSEEK_MATH, group_size=4)
     settings = grpo.GRPO(
         **vars(fitted),
         model=toys.GPT2,
@@ -382,7 +382,7 @@ def test_without_a_reference_no_kl_is_taken():
 
 
 @pytest.mark.cases(quick=1)
-@pytest.mark.parametrize("recipe", [grpo.published.PUBLISHED, grpo.published.RLOO])
+@pytest.mark.parametrize("recipe", [grpo.published.DEEPSEEK_MATH, grpo.published.RLOO])
 def test_every_option_reaches_the_function_that_reads_it(monkeypatch, recipe):
     """Their effects are tested above; nothing is compiled here."""
     read = {}
@@ -435,9 +435,9 @@ def test_the_parts_of_a_reward_are_logged_by_name():
 
 def test_each_recipe_has_the_gradient_of_its_paper():
     assert grpo.GroupRecipe().penalty.gradient == "fixed-state reverse"
-    assert grpo.published.PUBLISHED.penalty.gradient == "fixed-state forward"
+    assert grpo.published.DEEPSEEK_MATH.penalty.gradient == "fixed-state forward"
     assert grpo.published.RLOO.penalty.gradient == "full reverse"
-    for recipe in (grpo.published.PUBLISHED, grpo.published.RLOO):
+    for recipe in (grpo.published.DEEPSEEK_MATH, grpo.published.RLOO):
         made = grpo.GRPO(
             **vars(recipe),
             model=toys.GPT2,

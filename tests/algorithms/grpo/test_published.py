@@ -31,7 +31,7 @@ from rlhf_jax.roles.reference.frozen import FrozenModels
 from rlhf_jax.roles.rewards.scores import no_moments
 
 RECIPES = {
-    "grpo": published.PUBLISHED,
+    "grpo": published.DEEPSEEK_MATH,
     "rloo": published.RLOO,
     "rloo-masked": published.RLOO_MASKED,
     "gspo": published.GSPO,
