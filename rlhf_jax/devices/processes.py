@@ -207,24 +207,38 @@ def owners(where: NamedSharding | Mesh) -> set[int]:
     return {device.process_index for device in mesh.devices.flat}
 
 
-def from_owners(
-    mine: Any, *, owners: set[int], shape: tuple[int, ...], dtype: Any
-) -> Any:
-    """`mine` in the owners; in the other processes that of the first owner.
+@dataclasses.dataclass(frozen=True)
+class Owned:
+    """A NumPy array that some processes have; a leaf of `from_owners`."""
 
-    Every process calls this; nothing is sent where all processes are owners.
+    value: Any  # None in the others
+    owners: set[int]
+    shape: tuple[int, ...]  # of the first owner's
+    dtype: Any
 
-    Args:
-      mine: a NumPy array; read in the owners.
-      shape, dtype: of the first owner's.
+
+def from_owners(tree: Any) -> Any:
+    """The tree with values in place of `Owned`: elsewhere, that of the first owner.
+
+    Every process calls this. What one process is the first to own travels together;
+    nothing is sent where all processes are owners.
     """
-    here = jax.process_index()
-    if len(owners) == jax.process_count():
-        return mine
-    first = here == min(owners)
-    sent = mine if first else np.zeros(shape, dtype)
-    received = multihost_utils.broadcast_one_to_all(sent, is_source=first)
-    return mine if here in owners else np.asarray(received)
+    here, (leaves, structure) = jax.process_index(), jax.tree.flatten(tree)
+    values = [leaf.value if isinstance(leaf, Owned) else leaf for leaf in leaves]
+    sent: dict[int, dict[int, Owned]] = {}  # by first owner, by number of the leaf
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, Owned) and len(leaf.owners) < jax.process_count():
+            sent.setdefault(min(leaf.owners), {})[number] = leaf
+    for first, owned in sorted(sent.items()):
+        own = {
+            number: leaf.value if first == here else np.zeros(leaf.shape, leaf.dtype)
+            for number, leaf in owned.items()
+        }
+        received = multihost_utils.broadcast_one_to_all(own, is_source=first == here)
+        for number, leaf in owned.items():
+            if here not in leaf.owners:
+                values[number] = np.asarray(received[number])
+    return jax.tree.unflatten(structure, values)
 
 
 def agree(what: str, value: str) -> None:
@@ -329,11 +343,9 @@ def whole(tree: Any) -> Any:
             mine = np.asarray(leaf)
         elif leaf.addressable_shards:
             mine = np.asarray(leaf.addressable_data(0))
-        return from_owners(
-            mine, owners=owners(where), shape=leaf.shape, dtype=leaf.dtype
-        )
+        return Owned(mine, owners(where), leaf.shape, leaf.dtype)
 
-    return jax.device_get(jax.tree.map(read, tree))
+    return jax.device_get(from_owners(jax.tree.map(read, tree)))
 
 
 class Vote:

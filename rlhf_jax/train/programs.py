@@ -420,14 +420,10 @@ class Programs:
         assert reference is not None  # by the capability table
         # Rows of the first process, which writes them: a program of all processes must
         # read the same ones in each.
-        tokens, mask = (
-            processes.from_owners(
-                rows[: watch.num_shown],
-                owners={0},
-                shape=rows[: watch.num_shown].shape,
-                dtype=rows.dtype,
-            )
-            for rows in row_sharding.local_rows((rollout.tokens, rollout.mask))
+        mine = row_sharding.local_rows((rollout.tokens, rollout.mask))
+        shown = (rows[: watch.num_shown] for rows in mine)
+        tokens, mask = processes.from_owners(
+            [processes.Owned(rows, {0}, rows.shape, rows.dtype) for rows in shown]
         )
         return self._likeliest(policy, reference.stored, tokens, mask)
 
