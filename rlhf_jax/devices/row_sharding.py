@@ -213,7 +213,9 @@ def local_rows(batch: Any) -> Any:
             mine = np.concatenate([np.asarray(parts[at].data) for at in sorted(parts)])
         owned = _starts(where, leaf.shape[0])
         rows = len(owned[min(owned)]) * where.shard_shape(leaf.shape)[0]
-        return processes.Owned(mine, set(owned), (rows, *leaf.shape[1:]), leaf.dtype)
+        return processes.Owned(
+            mine, processes.owners(mesh), (rows, *leaf.shape[1:]), leaf.dtype
+        )
 
     return jax.device_get(processes.from_owners(jax.tree.map(read, batch)))
 
