@@ -51,7 +51,7 @@ def asked_by_two(monkeypatch):
     """Makes this process the first of two, both with its devices."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(processes, "owners", lambda where: {0, 1})
-    monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", lambda tree: tree)
+    monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", lambda tree, **_: tree)
 
     def ask(sampler, *, version):
         policy = {"w": jnp.full(3, float(version))}
@@ -111,7 +111,7 @@ def test_other_processes_pass_arrays_of_the_same_shapes(
     if record is not None:
         experts = np.arange(4 * 6 * 3, dtype=np.int32).reshape(4, 6, *record)
 
-    def broadcast(tree):
+    def broadcast(tree, **_):
         passed.extend([tree] if isinstance(tree, tuple) else [])
         return tree
 
