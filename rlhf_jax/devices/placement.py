@@ -269,7 +269,9 @@ class PolicyPlacement:
         places = {f"--placement.{role}": at for role, at in self.places().items()}
         places |= {} if further is None else further
         taken = max((place.num_last for place in places.values()), default=0)
-        of_roles = {place.devices: option for option, place in places.items()}
+        # The role with the most devices comes last: messages name it.
+        by_size = sorted(places.items(), key=lambda item: item[1].num_last)
+        of_roles = {place.devices: option for option, place in by_size}
         kinds = of_roles.keys() & {*LAST}
         if len(kinds) > 1:
             raise InputError(
