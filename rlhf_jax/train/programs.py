@@ -5,6 +5,7 @@ Parameters are always arguments: a closure would bake them into the program.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -61,6 +62,7 @@ class Read(NamedTuple):
     further: Mapping[str, Further] = {}
     values: Array | None = None  # f32[B, S]; None: no critic, or `learn` computes them
     packing: RolloutPacking | None = None  # how models read the rollout
+    experts: Array | None = None  # to replay, if a reference replays them
 
 
 class LearnInputs(NamedTuple):
@@ -129,20 +131,22 @@ class Programs:
         placed = on
         if models.reference is not None:  # it may be on another mesh
             placed = bind(sharding.on, frozen.mesh_of(models.reference))
+        replaying = {**shape, "replays": recipe.reference_replays}
         compute = bind(
-            score.reference_logprobs, lora=recipe.lora if moving else None, **shape
+            score.reference_logprobs, lora=recipe.lora if moving else None, **replaying
         )
         if models.head is not None:
             from rlhf_jax.algorithms.flow import teacher
 
-            compute = bind(teacher.teacher_states, **shape)
+            compute = bind(teacher.teacher_states, **replaying)
         # A separate program on the reference's mesh, which runs while the host computes
         # rewards.
         self._reference: Callable[..., Any] = jit(placed(compute))
         self._further = {
             name: jit(
                 bind(
-                    sharding.on(frozen.mesh_of(one), score.reference_logprobs), **shape
+                    sharding.on(frozen.mesh_of(one), score.reference_logprobs),
+                    **replaying,
                 )
             )
             for name, one in models.further.items()
@@ -239,8 +243,13 @@ class Programs:
         """
         # Packed on the host by the minibatches that `update` draws from this key.
         packing = None if self.pack is None else self.pack(rollout, key=key)
-        output, further = None, {}
+        output, further, experts = None, {}, None
         if reference is not None:
+            if self.recipe.reference_replays and rollout.experts is None:
+                rollout = self._recorded(
+                    rollout, train.policy, base=self._models.base, packing=packing
+                )
+                experts = rollout.experts
             output = self.reference_output(
                 reference, rollout, packing, of_teacher=of_teacher
             )
@@ -250,7 +259,29 @@ class Programs:
         # rewards.
         if values_first and self._config.critic is not None:
             values = self._values_of(train, critic, rollout, packing)
-        return Read(output, further, values, packing)
+        return Read(output, further, values, packing, experts)
+
+    @functools.cached_property
+    def _recorded(self) -> Callable[..., Rollout]:
+        from rlhf_jax.algorithms.policy_gradient import routing_replay
+
+        recipe = self.recipe
+
+        def recorded(
+            rollout: Rollout,
+            policy: Params,
+            *,
+            base: Frozen | None,
+            packing: RolloutPacking | None,
+        ) -> Rollout:
+            return routing_replay.recorded(
+                rollout,
+                adapted_params(policy, base=base, lora=recipe.lora),
+                recipe=recipe,
+                packing=None if packing is None else packing.batch,
+            )
+
+        return jax.jit(sharding.on(self._mesh, recorded))
 
     def reference_output(
         self,
@@ -396,8 +427,11 @@ class Programs:
             and read.reference is not None
         ):
             inside = inputs.reference
+        rollout = inputs.rollout
+        if read.experts is not None:
+            rollout = dataclasses.replace(rollout, experts=read.experts)
         return {
-            "rollout": inputs.rollout,
+            "rollout": rollout,
             "scores": inputs.scores,
             "frozen": FrozenModels(inside, self._models.base, read.further),
             "ref_output": read.reference,

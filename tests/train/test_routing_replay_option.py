@@ -88,3 +88,15 @@ def test_behind_a_server_the_trainer_records_it(files):
     rows = metrics.read(runs[0] / "metrics.jsonl")
     assert all(row["policy/sampler_check"] < 1e-5 for row in rows)
     assert distance(*runs) > 1e-2
+
+
+@pytest.mark.parametrize("source", [R3, R2], ids=["sampler", "old"])
+def test_the_reference_replays_in_its_own_program(files, source):
+    """With the KL in the loss, its log-probs come from that program alone."""
+    strong = (REWARD, "--kl-coef=1")
+    alone = train(files, "alone", *strong, source)
+    both = train(files, "both", *strong, f"{source},reference=true")
+    # Policy and reference are equal in the first step, and apart in the second.
+    kl = [metrics.read(run / "metrics.jsonl")[1]["objective/kl"] for run in (alone, both)]
+    assert abs(kl[0] - kl[1]) > 1e-3
+    assert distance(both, alone) > 1e-4

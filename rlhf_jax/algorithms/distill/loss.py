@@ -82,7 +82,11 @@ def distillation_loss(
     if teacher_hidden is None:
         # The teacher runs in every minibatch. `teacher_states` would run it once, and
         # keep its hidden states in memory.
-        teacher_hidden = texts.hidden_states(read(teacher), model=teacher_model)
+        teacher_hidden = texts.hidden_states(
+            read(teacher),
+            model=teacher_model,
+            experts=experience.experts if recipe.reference_replays else None,
+        )
     elif packing is not None:
         raise InputError(
             "packing: expected none with hidden states of the teacher, which are of "

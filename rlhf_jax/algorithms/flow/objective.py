@@ -142,11 +142,13 @@ def add_further(
     penalty: Penalty,
     policy: Params | None = None,
     packing: SizedPacking | None = None,
+    replays: bool = False,
 ) -> tuple[Scored, dict[str, Further]]:
     """Adds the KL to further references to a rollout scored with the first one.
 
     Args:
       further: by name; log-probs that are None are computed.
+      the others: as in `score`.
 
     Returns:
       Scored[B, S], whose `kl` is KL_ref + Σ_i w_i·KL_i and whose `kl_stats` have
@@ -177,6 +179,7 @@ def add_further(
                 policy=policy,
                 ref_logprobs=other.logprobs,
                 packing=packing,
+                replays=replays,
             )
             if rescored.ref_logprobs is None:
                 raise InputError(

@@ -40,7 +40,7 @@ def score(
     packing: SizedPacking | None = None,
     turn_rewards: Array | None = None,
     row_mask: Array | None = None,
-    replays_reference: bool = False,
+    replays: bool = False,
 ) -> Scored:
     """Adds values, reference log-probs and the KL to a rollout, before the epochs.
 
@@ -55,7 +55,7 @@ def score(
         of its own; `reference` is then run for exact KL only.
       values: f32[B, S], reward units, of `response_values`; None without a critic.
       row_mask: bool[B], responses that have a score; None is all.
-      replays_reference: route tokens to the rollout's experts in the reference, too.
+      replays: as in `reference_logprobs`.
 
     Returns:
       Scored[B, S]; every per-token array is 0 outside the response.
@@ -82,7 +82,7 @@ def score(
             temperature=temperature,
             penalty=penalty,
             packing=packing,
-            replays_reference=replays_reference,
+            replays=replays,
         )
         if ref_logprobs is None:
             ref_logprobs = exact_ref_logprobs
@@ -95,7 +95,7 @@ def score(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             packing=packing,
-            replays=replays_reference,
+            replays=replays,
         )
     if ref_logprobs is not None and estimated:
         estimate, kl_stats = reward_kl(
@@ -132,7 +132,7 @@ def _exact_kl(
     temperature: float,
     penalty: Penalty,
     packing: SizedPacking | None,
-    replays_reference: bool,
+    replays: bool,
 ) -> tuple[Array, Array]:
     """Exact KL and the reference's log-probs, from one forward pass of each model."""
     if policy is None or reference is None:
@@ -155,7 +155,7 @@ def _exact_kl(
         )
         experts = rollout.experts
         hidden = texts.hidden_states(policy, model=model, experts=experts)
-        experts = experts if replays_reference else None
+        experts = experts if replays else None
         with jax.named_scope("reference"):
             ref_hidden = texts.hidden_states(
                 ref_params, model=ref_model, experts=experts
@@ -273,7 +273,7 @@ def reference_logprobs(
     Args:
       reference: in any storage and of any shape (`Frozen.model`).
       base, lora: if the reference is adapters, else None (`adapted_params`).
-      replays: route tokens to the rollout's experts.
+      replays: route the reference's tokens to the rollout's experts, too.
 
     Returns:
       f32[B, S], nats; 0 outside the response. No gradient reaches the reference.

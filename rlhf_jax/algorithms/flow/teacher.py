@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from rlhf_jax.algorithms.batch import ReferenceOutput, Rollout
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.experts import OWN
 from rlhf_jax.models.packing import texts_of
 from rlhf_jax.roles.policy import logprobs_from_hidden
 from rlhf_jax.roles.reference import frozen, storage
@@ -40,6 +41,7 @@ def teacher_states(
     max_new_tokens: int,
     temperature: float,
     prompts: TeacherPrompts | None = None,
+    replays: bool = False,
 ) -> ReferenceOutput:
     """One forward pass of the teacher over the student's samples.
 
@@ -50,6 +52,7 @@ def teacher_states(
     Args:
       prompts: by `rollout.index`, or by row of the batch (`taught`), with context that
         the student does not see (self-distillation); None: the student's own prompts.
+      replays: route tokens to the rollout's experts, except those of `prompts`.
 
     Returns:
       ReferenceOutput[B, S] in the student's columns, whatever the teacher's prompts.
@@ -65,7 +68,8 @@ def teacher_states(
     texts = texts_of(
         rollout.tokens, rollout.mask, first_column=first_column, packing=None
     )
-    hidden = texts.hidden_states(params, model=model)
+    experts = rollout.experts if replays else None
+    hidden = texts.hidden_states(params, model=model, experts=experts)
     logprobs, _ = logprobs_from_hidden(
         params,
         hidden,
@@ -96,11 +100,16 @@ def _behind(
         return jnp.concatenate([before, after[:, -max_new_tokens:]], axis=1)
 
     blank = jnp.zeros((len(row), width), bool)
+    experts = rollout.experts
+    if experts is not None:
+        own = jnp.full((len(row), width, *experts.shape[2:]), OWN, experts.dtype)
+        experts = joined(own, experts)
     return dataclasses.replace(
         rollout,
         tokens=joined(prompts.tokens[row], rollout.tokens),
         mask=joined(prompts.mask[row], rollout.mask),
         response_mask=joined(blank, rollout.response_mask),
+        experts=experts,
     )
 
 

@@ -35,6 +35,7 @@ def rollout_with_greedy(
         "temperature": recipe.temperature,
         "version": version,
         "record_experts": recipe.routing_record is not None,
+        "record_top_k": recipe.recorded_top_k,
     }
     sampled = flow.rollout.rollout(
         policy,

@@ -26,6 +26,7 @@ from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.functional import checks, masked, token_rewards
 from rlhf_jax.functional.checks import InputError, one_of
+from rlhf_jax.functional.errors import expect_none
 from rlhf_jax.models.generation import decode, mixture
 from rlhf_jax.models.generation.sampling import Decoder
 from rlhf_jax.roles.reference.frozen import (
@@ -63,6 +64,11 @@ class NashMDRecipe(PolicyRecipe):
         super().__post_init__()
         one_of(labels=self.labels, among=("ranked", "bradley_terry"))
         checks.within(above=0, below=1, advice="choose another", mixture=self.mixture)
+        expect_none(
+            "for Nash-MD, whose mixture records no likeliest tokens",
+            advice="choose another surrogate",
+            **{"top_k of surrogate": self.recorded_top_k},
+        )
         if self.aggregation == "prompt_mean":
             raise InputError(
                 "aggregation: expected another than 'prompt_mean' for Nash-MD, which "

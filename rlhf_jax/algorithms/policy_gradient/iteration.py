@@ -258,11 +258,7 @@ def make_experience(
         )
     # Adapters of LoRA are applied beside the frozen kernels, not merged into them.
     params = adapted_params(state.policy, base=frozen.base, lora=recipe.lora)
-    replay = recipe.routing_replay
-    if replay is not None:
-        rollout = routing_replay.recorded(
-            rollout, params, recipe=recipe, replay=replay, packing=of_batch
-        )
+    rollout = routing_replay.recorded(rollout, params, recipe=recipe, packing=of_batch)
     reading: dict[str, Any] = {
         "model": recipe.model,
         "max_new_tokens": recipe.max_new_tokens,
@@ -277,10 +273,14 @@ def make_experience(
         values = algorithm.values(
             state, rollout=rollout, recipe=recipe, frozen=frozen, packing=packing
         )
-    scoring = {**reading, "penalty": recipe.penalty, "policy": params}
+    scoring: dict[str, Any] = {
+        **reading,
+        "penalty": recipe.penalty,
+        "policy": params,
+        "replays": recipe.reference_replays,
+    }
     scored = flow.score.score(
         rollout,
-        replays_reference=replay is not None and replay.reference,
         scores=shaped,
         reference=frozen.reference,
         ref_logprobs=None if ref_output is None else ref_output.logprobs,

@@ -203,11 +203,8 @@ def policy_terms(
             # From the hidden states of the policy's log-probs: one forward pass of the
             # policy serves both.
             if recipe.penalty.loss_needs_logits:
-                replay = recipe.routing_replay
-                replayed = None
-                if replay is not None and replay.reference:
-                    replayed = experience.experts
-                exact = _exact_kl(params, hidden, texts, reference, recipe, replayed)
+                experts = experience.experts if recipe.reference_replays else None
+                exact = _exact_kl(params, hidden, texts, reference, recipe, experts)
                 if recipe.penalty.tail == "sampled":
                     exact = with_sampled_tail(
                         *exact,
@@ -260,7 +257,10 @@ def _hidden_states(
         return texts.hidden_states(params, model=model), 0.0, {}
     hidden, routing = texts.hidden_and_routing(params, model=model, experts=experts)
     # Each part balances its own tokens, weighted by its share of the minibatch.
-    share = experience.response_mask.sum(dtype=jnp.float32) / num_tokens
+    # A minibatch without a token, whose responses are all left out, has no share.
+    share = experience.response_mask.sum(dtype=jnp.float32) / jnp.maximum(
+        num_tokens, 1.0
+    )
     stats = jax.lax.stop_gradient(router_stats(routing))
     return hidden, share * balance_loss(routing), stats
 

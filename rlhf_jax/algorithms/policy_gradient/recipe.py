@@ -210,7 +210,7 @@ class PolicyRecipe:
     routing_replay: RoutingReplay | None = None
     """Experts to which the trainer routes the tokens of a mixture: sampler replays the
     sampler's choice (R3), old that of the policy before the updates (R2), with
-    reference=true in the reference too. None lets each pass choose."""
+    reference=true in references too. None lets each pass choose."""
     balance_coef: float = 0.0
     """Weight of the balance loss of a mixture's routers."""
     ptx_coef: float = 0.0
@@ -338,6 +338,11 @@ class PolicyRecipe:
         """Whether old_logprobs are the trainer's; else they are the sampler's."""
         correction = self.sampler_correction
         return correction is not None and correction.recomputes
+
+    @property
+    def reference_replays(self) -> bool:
+        """Whether the references' tokens go to the recorded experts too."""
+        return self.routing_replay is not None and self.routing_replay.reference
 
     @property
     def weighted(self) -> Weighted | None:

@@ -40,7 +40,7 @@ class RoutingReplay:
     source: Source = "sampler"
     """Pass whose experts are replayed."""
     reference: bool = False
-    """Whether the reference replays them too."""
+    """Whether references replay them too."""
 
     def __post_init__(self) -> None:
         checks.one_of(source=self.source, among=get_args(Source))
@@ -51,10 +51,19 @@ def recorded(
     params: Params,
     *,
     recipe: PolicyGradient,
-    replay: RoutingReplay,
     packing: SizedPacking | None,
 ) -> Rollout:
-    """The rollout with the experts to replay; InputError if they are missing."""
+    """The rollout with the experts to replay, if the recipe replays any.
+
+    A record that the rollout has already is kept: the trainer records before it runs
+    a reference that replays, which may be on devices of its own.
+
+    Raises:
+      InputError: the sampler's experts are missing.
+    """
+    replay = recipe.routing_replay
+    if replay is None or rollout.experts is not None:
+        return rollout
     if replay.source == "old":
         return flow.rollout.record_experts(
             rollout,
@@ -64,10 +73,7 @@ def recorded(
             packing=packing,
             group_size=recipe.rows_per_prompt,
         )
-    if rollout.experts is None:
-        raise InputError(
-            "routing_replay: expected a rollout with the experts that its sampler "
-            "chose, got one without; sample with the library's own decoder, or choose "
-            "old"
-        )
-    return rollout
+    raise InputError(
+        "routing_replay: expected a rollout with the experts that its sampler chose, "
+        "got one without; sample with the library's own decoder, or choose old"
+    )

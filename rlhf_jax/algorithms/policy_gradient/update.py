@@ -158,6 +158,8 @@ def update(
     if experience.ref_logprobs is not None:
         per_token = k1(experience.old_logprobs, experience.ref_logprobs)
         kl_of_response = masked.masked_sum(per_token, mask=mask) / responses
+        # The KL of no responses is not 0: NaN leaves β as it is.
+        kl_of_response = jnp.where(mask.any(), kl_of_response, jnp.nan)
     kl = state.kl.update(
         kl=kl_of_response,
         mean_length=mask.sum(dtype=jnp.float32) / responses,

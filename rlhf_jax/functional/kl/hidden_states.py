@@ -263,7 +263,7 @@ def _from_hidden(
         k=k,
     )
     before = ((0, 0), (min(first_column, columns), 0))
-    if first_column >= columns:
+    if first_column >= columns or batch == 0:
         nothing = jnp.zeros((batch, columns), jnp.float32)
         return nothing if tokens is None else (nothing, nothing > 0)
     plan = passes.Plan(

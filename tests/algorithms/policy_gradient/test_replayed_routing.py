@@ -215,9 +215,8 @@ def test_a_prompt_that_a_group_shares_is_recorded_in_all_of_its_rows():
     packed = packer(lengths, np.arange(4)[None], columns=columns)
     assert packed is not None
     packing = packed.batch.at_its_size()
-    record = toys.jit(routing_replay.recorded, static_argnames=("recipe", "replay"))
-    arguments = {"recipe": old, "replay": old.routing_replay}
-    arguments["params"] = toys.params(MODEL)
+    record = toys.jit(routing_replay.recorded, static_argnames=("recipe",))
+    arguments = {"recipe": old, "params": toys.params(MODEL)}
     alone = record(rollout, packing=None, **arguments).experts
     shared = record(rollout, packing=packing, **arguments).experts
     mask = np.asarray(rollout.mask)
