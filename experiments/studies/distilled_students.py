@@ -18,12 +18,13 @@ from pipeline.options import (
 )
 from worlds import reviews
 
-from rlhf_jax import decoder, frozen, policy
+from rlhf_jax import frozen, policy
 from rlhf_jax.algorithms import distill
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.algorithms.flow import rollout
 from rlhf_jax.data import batches
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.packing import texts_of
 from rlhf_jax.roles.reference.frozen import Frozen
 
 Array = jax.Array
@@ -72,19 +73,17 @@ def kl_of_responses(
         max_new_tokens=RESPONSE_COLUMNS,
         temperature=1.0,
     )
-    hidden = decoder.hidden_states(
-        student, model=model, tokens=responses.tokens, mask=responses.mask
-    )
+    texts = texts_of(responses.tokens, responses.mask, first_column=PROMPT_COLUMNS)
+    hidden = texts.hidden_states(student, model=model)
     assert states.hidden is not None  # because the teacher has a head
     kl = policy.exact_kl(
         student,
         hidden,
         frozen.read(teacher),
         states.hidden,
+        texts=texts,
         model=model,
         ref_model=teacher_model,
-        mask=responses.mask,
-        first_column=PROMPT_COLUMNS,
         direction="forward" if writer == "teacher" else "reverse",
     )
     return responses, jnp.where(responses.response_mask, kl, 0.0).sum(axis=1).mean()

@@ -2,7 +2,7 @@
 
     stats = evaluation.text_stats(policy, texts, model=model)     log perplexity
     stats |= evaluation.judge_stats(judge(rollout))               never trained on
-    evaluation.divergence(policy, reference, rollout=...)         KL of each response
+    evaluation.response_kl(policy, reference, rollout=...)        KL of each response
 
 Computed before the update of a step, the first two describe the policy that sampled
 the step's rollout, as `objective/` does.
@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from rlhf_jax.algorithms import sft
 from rlhf_jax.algorithms.batch import Rollout, Sequences
 from rlhf_jax.functional import checks, kl, masked
-from rlhf_jax.models import decoder
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA
+from rlhf_jax.models.packing import texts_of
 from rlhf_jax.roles.policy import exact_kl, logprobs_from_hidden
 from rlhf_jax.roles.reference.frozen import Frozen, adapted_params
 
@@ -101,7 +101,7 @@ class ResponseKL(NamedTuple):
     ref_logprobs: Array  # f32[B], nats, Σ log π_ref(token)
 
 
-def divergence(
+def response_kl(
     policy: Params,
     reference: Params,
     *,
@@ -117,27 +117,11 @@ def divergence(
     reads only the drawn tokens. `exact` takes the expectation over each token at the
     drawn prefixes, so its variance is smaller.
     """
-    tokens, mask = rollout.tokens, rollout.mask
-    first_column = tokens.shape[1] - max_new_tokens
-    texts = {"tokens": tokens, "mask": mask}
-
-    def hidden_states(params: Params, model: ModelConfig) -> Array:
-        return decoder.hidden_states(
-            params, model=model, **texts, first_column=first_column - 1
-        )
-
-    def logprobs(params: Params, hidden: Array, model: ModelConfig) -> Array:
-        return logprobs_from_hidden(
-            params,
-            hidden,
-            model=model,
-            **texts,
-            temperature=temperature,
-            first_column=first_column,
-        )[0]
-
-    hidden = hidden_states(policy, model)
-    ref_hidden = hidden_states(reference, ref_model)
+    first_column = rollout.tokens.shape[1] - max_new_tokens
+    texts = texts_of(rollout.tokens, rollout.mask, first_column=first_column)
+    reading: dict[str, Any] = {"texts": texts, "temperature": temperature}
+    hidden = texts.hidden_states(policy, model=model)
+    ref_hidden = texts.hidden_states(reference, model=ref_model)
     exact = exact_kl(
         policy,
         hidden,
@@ -145,14 +129,16 @@ def divergence(
         ref_hidden,
         model=model,
         ref_model=ref_model,
-        mask=mask,
-        temperature=temperature,
-        first_column=first_column,
+        **reading,
     )
-    ref_logprobs = logprobs(reference, ref_hidden, ref_model)
-    k1 = kl.k1(logprobs(policy, hidden, model), ref_logprobs)
+    logprobs, _ = logprobs_from_hidden(policy, hidden, model=model, **reading)
+    ref_logprobs, _ = logprobs_from_hidden(
+        reference, ref_hidden, model=ref_model, **reading
+    )
 
     def summed(x: Array) -> Array:
         return jnp.sum(x, axis=1, where=rollout.response_mask)
 
-    return ResponseKL(summed(exact), summed(k1), summed(ref_logprobs))
+    return ResponseKL(
+        summed(exact), summed(kl.k1(logprobs, ref_logprobs)), summed(ref_logprobs)
+    )

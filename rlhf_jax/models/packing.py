@@ -247,7 +247,11 @@ class Texts(NamedTuple):
 
 
 def texts_of(
-    tokens: Array, mask: Array, *, first_column: int, packing: Packing | None
+    tokens: Array,
+    mask: Array,
+    *,
+    first_column: int = 1,
+    packing: Packing | None = None,
 ) -> Texts:
     """Rows as a head reads them.
 

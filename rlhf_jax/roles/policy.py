@@ -15,7 +15,7 @@ from rlhf_jax.functional import checks, kl
 from rlhf_jax.functional.logprobs import MAX_LOGITS, token_logprobs_from_hidden
 from rlhf_jax.models import axes, decoder
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.packing import Packing, texts_of
+from rlhf_jax.models.packing import Packing, Texts, texts_of
 
 Array = jax.Array
 Params = Any
@@ -103,11 +103,9 @@ def logprobs_and_entropy(
     logprobs, entropy = logprobs_from_hidden(
         params,
         hidden,
+        texts=texts,
         model=model,
-        tokens=texts.tokens,
-        mask=texts.mask,
         temperature=temperature,
-        first_column=texts.first_column,
         segments=segments,
     )
     return texts.padded(logprobs), texts.padded(entropy)
@@ -117,18 +115,19 @@ def logprobs_from_hidden(
     params: Params,
     hidden: Array,
     *,
+    texts: Texts,
     model: ModelConfig,
-    tokens: Array,
-    mask: Array,
     temperature: float = 1.0,
-    first_column: int = 1,
     segments: Array | None = None,
 ) -> tuple[Array, Array]:
     """`logprobs_and_entropy` from hidden states that are computed already.
 
     Args:
-      hidden: floats[B, S, D], `decoder.hidden_states` of the same params, tokens, mask
-        and segments, at least from column `first_column - 1` on.
+      hidden: floats[*texts.tokens.shape, D], hidden states of these params at `texts`.
+      segments: as in `logprobs_and_entropy`, for texts without a packing.
+
+    Returns:
+      f32, nats, twice, in the layout of `texts`.
     """
     head = decoder.vocabulary_head(params, model=model)
     hidden = decoder.read_by_head(hidden, model=model)
@@ -151,10 +150,10 @@ def logprobs_from_hidden(
     # With a context axis the columns of a row are on several devices, and the state
     # before a column may be on another device.
     results = axes.per_prediction(
-        computed, hidden, tokens=tokens, first_column=first_column
+        computed, hidden, tokens=texts.tokens, first_column=texts.first_column
     )
     # bool[B, S]: padding and a row's first token have no prediction.
-    predicted = _predicted(mask)
+    predicted = _predicted(texts.mask)
     if segments is not None:
         before = jnp.pad(segments[:, :-1], ((0, 0), (1, 0)))
         # The first token of a packed text would be predicted from another text.
@@ -168,11 +167,10 @@ def logprobs_of(
     params: Params,
     hidden: Array,
     *,
+    texts: Texts,
     model: ModelConfig,
-    tokens: Array,
     logprobs: Array,
     temperature: float = 1.0,
-    first_column: int = 1,
 ) -> Array:
     """log π of k other tokens that could have been drawn, at every position.
 
@@ -182,16 +180,17 @@ def logprobs_of(
 
     Args:
       others: i32[B, S, k].
-      hidden, tokens, first_column: as in `logprobs_from_hidden`.
-      logprobs: f32[B, S], nats, of `tokens`, from `logprobs_from_hidden`.
+      hidden, texts: as in `logprobs_from_hidden`, without a packing.
+      logprobs: f32[B, S], nats, of the drawn tokens, from `logprobs_from_hidden`.
 
     Returns:
       f32[B, S, k], nats; column t is about the distribution tokens[:, t] was drawn
-      from. 0 before `first_column`; without meaning at padding and at first tokens.
+      from. 0 before the first column; without meaning at padding and at first tokens.
     """
     head = decoder.vocabulary_head(params, model=model)
-    states = decoder.read_by_head(hidden, model=model)[:, first_column - 1 : -1]
-    ids = jnp.concatenate([tokens[..., None], others], axis=-1)[:, first_column:]
+    first = texts.first_column
+    states = decoder.read_by_head(hidden, model=model)[:, first - 1 : -1]
+    ids = jnp.concatenate([texts.tokens[..., None], others], axis=-1)[:, first:]
 
     @jax.checkpoint
     def distances(column: tuple[Array, Array]) -> Array:
@@ -213,7 +212,7 @@ def logprobs_of(
         (states.swapaxes(0, 1), ids.swapaxes(0, 1)),
         batch_size=max(1, _max_logits(hidden) // max(1, size)),
     )
-    room = ((0, 0), (first_column, 0), (0, 0))
+    room = ((0, 0), (first, 0), (0, 0))
     return logprobs[..., None] + jnp.pad(moved.swapaxes(0, 1), room)
 
 
@@ -223,20 +222,20 @@ def exact_kl(
     ref_params: Params,
     ref_hidden: Array,
     *,
+    texts: Texts,
     model: ModelConfig,
     ref_model: ModelConfig | None = None,
-    mask: Array,
     temperature: float = 1.0,
-    first_column: int = 1,
     direction: kl.Direction = "reverse",
     top_k: int | None = None,
     jsd_beta: float | None = None,
-    tokens: Array | None = None,
+    sampled_tail: bool = False,
 ) -> Any:
     """KL over the vocabulary at every position, from hidden states computed already.
 
     Args:
-      params, hidden: the policy's parameters and hidden states floats[B, S, D].
+      params, hidden: the policy's parameters and hidden states at `texts`,
+        floats[B, S, D].
       ref_params, ref_hidden: the reference's, floats[B, S, D']; no gradient reaches
         them.
       model, ref_model: the shapes of both; ref_model None is the policy's.
@@ -244,12 +243,13 @@ def exact_kl(
         bucket, so that the KL is a lower bound. None sums over every token.
       jsd_beta: share of the reference in the mixture of the generalised Jensen-Shannon
         divergence, which then replaces the KL; None computes the KL.
-      tokens: i32[B, S] of the rows; with top_k, computes only the part of the top k
-        (`kl.head_from_hidden`). None computes the KL.
+      sampled_tail: compute only the part of the top k, and which tokens of `texts` are
+        in it (`kl.head_from_hidden`).
 
     Returns:
       f32[B, S], nats; column t is about the distribution tokens[:, t] was drawn from.
-      0 at padding and at the first token of a row. With `tokens` also bool[B, S].
+      0 at padding and at the first token of a row. With `sampled_tail` also bool[B, S].
+      Both in the layout of `texts`.
     """
     head = decoder.vocabulary_head(params, model=model)
     ref_model = model if ref_model is None else ref_model
@@ -277,7 +277,7 @@ def exact_kl(
             return kl.jensen_shannon_from_hidden(
                 *models, beta=jsd_beta, k=top_k, **options
             )
-        if tokens is not None and top_k is not None:
+        if sampled_tail and top_k is not None:
             return kl.head_from_hidden(*models, tokens=about, k=top_k, **options)
         return kl.exact_from_hidden(*models, direction=direction, k=top_k, **options)
 
@@ -285,10 +285,10 @@ def exact_kl(
         computed,
         hidden,
         ref_hidden,
-        tokens=mask.astype(jnp.int32) if tokens is None else tokens,
-        first_column=first_column,
+        tokens=texts.tokens,
+        first_column=texts.first_column,
     )
-    predicted = _predicted(mask)
+    predicted = _predicted(texts.mask)
     return jax.tree.map(lambda x: jnp.where(predicted, x, jnp.zeros_like(x)), results)
 
 

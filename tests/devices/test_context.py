@@ -14,6 +14,7 @@ from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import axes, layout
 from rlhf_jax.models.config import GlobalHeads
+from rlhf_jax.models.packing import texts_of
 from rlhf_jax.roles import critic, policy, rewards
 from rlhf_jax.runs import command_line
 from rlhf_jax.train.methods import grpo
@@ -61,6 +62,7 @@ def computed(params, tokens, mask, *, model):
 
     def numbers(params):
         options = {"model": model, "tokens": tokens, "mask": mask}
+        texts = texts_of(tokens, mask, first_column=3)
         reference = jax.tree.map(lambda x: 1.1 * x, params)
         hidden = decoder.hidden_states(params, **options)
         ref_hidden = decoder.hidden_states(reference, **options, first_column=2)
@@ -70,20 +72,18 @@ def computed(params, tokens, mask, *, model):
         kl = {
             k: policy.exact_kl(
                 *(params, hidden, reference, ref_hidden),
+                texts=texts,
                 model=model,
-                mask=mask,
-                first_column=3,
                 top_k=k,
             )
             for k in (None, 4)
         }
         head, inside = policy.exact_kl(
             *(params, hidden, reference, ref_hidden),
+            texts=texts,
             model=model,
-            mask=mask,
-            first_column=3,
             top_k=4,
-            tokens=tokens,
+            sampled_tail=True,
         )
         assert inside.dtype == bool
         scorer = {"trunk": params, "score": score}

@@ -11,6 +11,7 @@ from tiers import one_in
 
 from rlhf_jax import decoder, policy
 from rlhf_jax.models import layout
+from rlhf_jax.models.packing import texts_of
 from rlhf_jax.roles import critic
 
 LENGTHS, SIZE = (6, 4, 1, 5), 6
@@ -29,7 +30,9 @@ def exact_kl(params, model):
     hidden = decoder.hidden_states(params, model=model, tokens=TOKENS, mask=MASK)
     fixed = tiny.params(model, seed=1)
     return policy.exact_kl(
-        params, hidden, fixed, jnp.cos(hidden * 0 + 1.0), model=model, mask=MASK
+        *(params, hidden, fixed, jnp.cos(hidden * 0 + 1.0)),
+        texts=texts_of(TOKENS, MASK),
+        model=model,
     )
 
 

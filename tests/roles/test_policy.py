@@ -9,6 +9,7 @@ import pytest
 import tiny
 
 from rlhf_jax import decoder, frozen, kl, policy
+from rlhf_jax.models.packing import texts_of
 
 LENGTHS, SIZE = (6, 4, 1, 5), 6
 logits_of = jax.jit(policy.logits, static_argnames="model")
@@ -124,8 +125,9 @@ def test_ids_without_a_token_have_probability_0_in_every_role(model):
             decoder.hidden_states(weights, **inputs) for weights in (params, ref_params)
         )
         sides = params, hidden, ref_params, ref_hidden
+        texts = texts_of(inputs["tokens"], inputs["mask"])
         return policy.exact_kl(
-            *sides, model=model, mask=mask, temperature=0.7, **options
+            *sides, texts=texts, model=model, temperature=0.7, **options
         )
 
     np.testing.assert_allclose(exact(params, params), 0, atol=1e-6)

@@ -97,6 +97,8 @@ def test_the_reference_replays_in_its_own_program(files, source):
     alone = train(files, "alone", *strong, source)
     both = train(files, "both", *strong, f"{source},reference=true")
     # Policy and reference are equal in the first step, and apart in the second.
-    kl = [metrics.read(run / "metrics.jsonl")[1]["objective/kl"] for run in (alone, both)]
+    kl = [
+        metrics.read(run / "metrics.jsonl")[1]["objective/kl"] for run in (alone, both)
+    ]
     assert abs(kl[0] - kl[1]) > 1e-3
     assert distance(both, alone) > 1e-4

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax import decoder, policy
+from rlhf_jax import policy
 from rlhf_jax.algorithms.batch import Prompts
 from rlhf_jax.algorithms.flow import rollout
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.packing import texts_of
 
 Array = jax.Array
 Params = Any
@@ -55,18 +56,18 @@ def answer(
 
 def logprobs_and_kl(pair: Pair, tokens: Array) -> dict[str, Array]:
     """f32[B, S] each, nats: log π, log π_ref and exact KL, 0 in the first column."""
-    mask = jnp.ones(tokens.shape, bool)
+    texts = texts_of(tokens, jnp.ones(tokens.shape, bool))
     states, logprobs = [], []
     for params in (pair.policy, pair.reference):
-        hidden = decoder.hidden_states(
-            params, model=pair.model, tokens=tokens, mask=mask
-        )
+        hidden = texts.hidden_states(params, model=pair.model)
         logprobs_of_role, _ = policy.logprobs_from_hidden(
-            params, hidden, model=pair.model, tokens=tokens, mask=mask
+            params, hidden, texts=texts, model=pair.model
         )
         states.append(hidden)
         logprobs.append(logprobs_of_role)
     exact = policy.exact_kl(
-        pair.policy, states[0], pair.reference, states[1], model=pair.model, mask=mask
+        *(pair.policy, states[0], pair.reference, states[1]),
+        texts=texts,
+        model=pair.model,
     )
     return {"logprobs": logprobs[0], "ref_logprobs": logprobs[1], "exact": exact}

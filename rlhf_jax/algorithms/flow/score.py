@@ -165,11 +165,10 @@ def _exact_kl(
             hidden,
             ref_params,
             ref_hidden,
+            texts=texts,
             model=model,
             ref_model=ref_model,
-            mask=texts.mask,
             temperature=temperature,
-            first_column=texts.first_column,
             direction=penalty.direction,
             top_k=penalty.top_k,
         )
@@ -177,11 +176,9 @@ def _exact_kl(
             ref_logprobs, _ = logprobs_from_hidden(
                 ref_params,
                 ref_hidden,
+                texts=texts,
                 model=ref_model,
-                tokens=texts.tokens,
-                mask=texts.mask,
                 temperature=temperature,
-                first_column=texts.first_column,
             )
         return texts.padded(exact), texts.padded(ref_logprobs)
 

@@ -65,19 +65,11 @@ def teacher_states(
         rollout = _behind(prompts, rollout, max_new_tokens=max_new_tokens)
     model = frozen.shape_of(teacher, policy=model)
     first_column = rollout.tokens.shape[1] - max_new_tokens
-    texts = texts_of(
-        rollout.tokens, rollout.mask, first_column=first_column, packing=None
-    )
+    texts = texts_of(rollout.tokens, rollout.mask, first_column=first_column)
     experts = rollout.experts if replays else None
     hidden = texts.hidden_states(params, model=model, experts=experts)
     logprobs, _ = logprobs_from_hidden(
-        params,
-        hidden,
-        model=model,
-        tokens=rollout.tokens,
-        mask=rollout.mask,
-        temperature=temperature,
-        first_column=first_column,
+        params, hidden, texts=texts, model=model, temperature=temperature
     )
     logprobs = jnp.where(rollout.response_mask, logprobs, 0.0)
     # The state that predicts the first response token is one column before it.

@@ -104,11 +104,9 @@ def policy_terms(
     logprobs, entropy = logprobs_from_hidden(
         params,
         hidden,
+        texts=texts,
         model=recipe.model,
-        tokens=texts.tokens,
-        mask=texts.mask,
         temperature=recipe.temperature,
-        first_column=texts.first_column,
     )
     # From here on all arrays are padded [b, S]: losses do not know of packing.
     logprobs = texts.padded(logprobs)
@@ -149,11 +147,10 @@ def policy_terms(
             recorded.tokens,
             params,
             hidden,
+            texts=texts,
             model=recipe.model,
-            tokens=texts.tokens,
             logprobs=logprobs,
             temperature=recipe.temperature,
-            first_column=texts.first_column,
         )
     loss, stats = recipe.surrogate.loss(**surrogate)
     stats |= left_out | router_stats
@@ -315,14 +312,13 @@ def _exact_kl(
         hidden,
         ref_params,
         ref_hidden,
+        texts=texts,
         model=recipe.model,
         ref_model=ref_model,
-        mask=texts.mask,
         temperature=recipe.temperature,
-        first_column=texts.first_column,
         direction=recipe.penalty.direction,
         top_k=recipe.penalty.top_k,
-        tokens=texts.tokens if recipe.penalty.tail == "sampled" else None,
+        sampled_tail=recipe.penalty.tail == "sampled",
     )
     return jax.tree.map(texts.padded, exact)
 

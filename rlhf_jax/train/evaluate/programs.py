@@ -74,7 +74,7 @@ class Programs:
         def divergence(
             policy: Frozen, reference: Frozen, responses: Rollout
         ) -> ResponseKL:
-            return evaluation.divergence(
+            return evaluation.response_kl(
                 frozen.read(policy),
                 frozen.read(reference),
                 rollout=responses,

@@ -26,6 +26,7 @@ from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
 from rlhf_jax.algorithms.policy_gradient.recipe import CISPO, Clip
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import IN_LOSS, IN_REWARD, Penalty
+from rlhf_jax.models.packing import texts_of
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import FrozenModels
 
@@ -497,7 +498,7 @@ def test_the_divergence_reads_the_columns_of_the_response(monkeypatch):
         recipe=BASE,
         frozen=FrozenModels(reference=FROZEN),
     )
-    assert divergence_options["first_column"] == P
+    assert divergence_options["texts"].first_column == P
     assert divergence_options["temperature"] == 0.7
     assert [divergence_options[name] for name in ("model", "ref_model")] == [
         tiny.GPT2,
@@ -538,11 +539,9 @@ def test_a_teacher_reads_prompts_of_its_own():
     read = policy.logprobs_from_hidden(
         TEACHER,
         states.hidden,
+        texts=texts_of(jnp.asarray(TOKENS), jnp.asarray(MASK), first_column=P),
         model=tiny.LLAMA,
-        tokens=jnp.asarray(TOKENS),
-        mask=jnp.asarray(MASK),
         temperature=0.7,
-        first_column=P,
     )[0]
     np.testing.assert_allclose(np.where(RESPONSE, read, 0), expected, atol=1e-5)
 

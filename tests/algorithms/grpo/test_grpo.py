@@ -13,6 +13,7 @@ import toys
 
 from rlhf_jax import batch, grpo, kl_control, masked, policy, rewards, state
 from rlhf_jax.algorithms.flow import rollout, score
+from rlhf_jax.algorithms.policy_gradient import options
 from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels
@@ -364,6 +365,49 @@ def test_a_score_that_is_not_a_number_skips_the_update():
     assert toys.leaves_equal(after.policy, POLICY)
     assert int(after.skipped) == 1
     assert float(masked.mean_stats(stats)["update/skipped"]) == 1.0
+
+
+@pytest.mark.slow
+def test_a_batch_that_is_left_out_whole_moves_nothing():
+    """No KL was measured: a KL of 0 would lower the coefficient."""
+    recipe = dataclasses.replace(BASE, equal_groups="leave_out")
+    adaptive = kl_control.Adaptive(target=6.0, unit="response", horizon=40)
+    start = dataclasses.replace(fresh(recipe), kl=adaptive.controller(0.1))
+    after, stats, _ = iterate(
+        start,
+        prompts=groups(),
+        frozen=FrozenModels(reference=toys.freeze(OTHER)),
+        reward=None,
+        key=KEY,
+        recipe=recipe,
+    )
+    assert float(stats["group/equal_fraction"][0]) == 2
+    assert float(after.kl.kl_coef) == np.float32(0.1)
+    assert toys.leaves_equal(after.policy, POLICY)
+    assert int(after.skipped) == 0
+
+
+@pytest.mark.slow
+def test_greedy_responses_have_the_record_that_centred_scores_read():
+    recipe = dataclasses.replace(
+        BASE, baseline="greedy", surrogate=options.Centred(top_k=3)
+    )
+    after, stats, scored = iterate(
+        fresh(recipe),
+        prompts=groups(),
+        frozen=NO_MODELS,
+        reward=even,
+        key=KEY,
+        recipe=recipe,
+    )
+    top = scored.rollout.top_k
+    assert top.tokens.shape == (*scored.rollout.tokens.shape, 3)
+    response = np.asarray(scored.rollout.response_mask)
+    response &= (np.arange(8) % 4 == 3)[:, None]
+    drawn, likeliest = scored.rollout.tokens, np.asarray(top.tokens)[..., 0]
+    np.testing.assert_array_equal(np.asarray(drawn)[response], likeliest[response])
+    assert int(after.skipped) == 0
+    assert float(masked.mean_stats(stats)["policy/top_mass"]) > 0
 
 
 @pytest.mark.slow

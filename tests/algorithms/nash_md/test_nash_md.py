@@ -14,6 +14,7 @@ import toys
 from rlhf_jax import kl_control, masked, state
 from rlhf_jax.algorithms import nash_md
 from rlhf_jax.algorithms.batch import Prompts, Rollout, Scored
+from rlhf_jax.algorithms.policy_gradient.options import Centred
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference.frozen import FrozenModels
 
@@ -88,6 +89,8 @@ def test_recipes_that_are_refused():
         dataclasses.replace(BASE, mixture=1.0)
     with pytest.raises(InputError, match="labels: expected one of"):
         dataclasses.replace(BASE, labels="soft")
+    with pytest.raises(InputError, match="whose mixture records no likeliest tokens"):
+        dataclasses.replace(BASE, surrogate=Centred(top_k=3))
     with pytest.raises(InputError, match="another than 'prompt_mean' for Nash"):
         dataclasses.replace(BASE, aggregation="prompt_mean")
     three = jax.tree.map(lambda x: x[:3], scored().rollout)

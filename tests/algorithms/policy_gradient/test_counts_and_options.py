@@ -179,17 +179,18 @@ def test_exact_kl_is_asked_for_as_the_recipe_says(read, direction, top_k):
         ),  # of the policy's shape
     )
     assert read["hidden_states"]["first_column"] == 1  # it predicts column 2
-    assert read["logprobs_from_hidden"]["first_column"] == 2
+    assert read["logprobs_from_hidden"]["texts"].first_column == 2
     assert read["logprobs_from_hidden"]["temperature"] == 0.6
-    np.testing.assert_array_equal(read["exact_kl"].pop("mask"), True)
+    texts = read["exact_kl"].pop("texts")
+    np.testing.assert_array_equal(texts.mask, True)
+    assert texts.first_column == 2
     assert read["exact_kl"] == {
         "model": toys.GPT2,
         "ref_model": toys.GPT2,
         "temperature": 0.6,
-        "first_column": 2,
         "direction": direction,
         "top_k": top_k,
-        "tokens": None,  # of a sampled tail
+        "sampled_tail": False,
     }
 
 
@@ -200,8 +201,8 @@ def test_the_kl_of_a_further_reference_is_added_by_its_weight(
     """β·(kl + w·kl_b), for k2, and for exact KL with the named model."""
     exact = {"first": jnp.float32(0.2), "other": jnp.float32(0.6)}
 
-    def exact_kl(params, hidden, reference, ref_hidden, *, mask, **_):
-        return jnp.where(mask, exact[reference.name], 0.0)
+    def exact_kl(params, hidden, reference, ref_hidden, *, texts, **_):
+        return jnp.where(texts.mask, exact[reference.name], 0.0)
 
     monkeypatch.setattr(loss, "exact_kl", exact_kl)
     first, other = (

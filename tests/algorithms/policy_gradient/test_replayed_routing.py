@@ -11,6 +11,8 @@ import pytest
 import toys
 
 from rlhf_jax import config, frozen, grpo, kl_control, masked, state
+from rlhf_jax.algorithms.flow import teacher
+from rlhf_jax.algorithms.flow.rollout import response_logprobs
 from rlhf_jax.algorithms.policy_gradient import routing_replay
 from rlhf_jax.algorithms.policy_gradient.corrections import Recompute
 from rlhf_jax.algorithms.policy_gradient.iteration import make_experience, sample
@@ -22,7 +24,7 @@ from rlhf_jax.data.layouts.packer import spans
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import decoder
 from rlhf_jax.models.experts import OWN
-from rlhf_jax.roles.reference.frozen import FrozenModels
+from rlhf_jax.roles.reference.frozen import FrozenModels, Further
 
 MODEL = dataclasses.replace(toys.LLAMA, experts=config.Experts(4, 2))
 RECIPE = grpo.GRPO(
@@ -114,11 +116,67 @@ def test_the_reference_replays_by_choice_and_old_records_the_trainer():
     np.testing.assert_allclose(
         scored.ref_logprobs, scored.rollout.old_logprobs, atol=1e-5
     )
+    further = Further(frozen.freeze(toys.params(MODEL)), weight=0.5)
+    start, _, _, flipped = experience(RECIPE, flipped=True)
+    rollout = flipped.rollout
+    _, of_two, _, scored = made(
+        start,
+        rollout=rollout,
+        scores=toys.array(SCORES),
+        frozen=FrozenModels(further.frozen, further={"b": further}),
+        recipe=dataclasses.replace(RECIPE, routing_replay=both),
+    )
+    np.testing.assert_allclose(
+        of_two.further["b"].logprobs, scored.ref_logprobs, atol=1e-6
+    )
     old = dataclasses.replace(RECIPE, routing_replay=RoutingReplay("old"))
     _, recorded, _, scored = experience(old)
     mask = np.asarray(scored.rollout.mask)
     assert recorded.experts.shape == (*mask.shape, MODEL.num_layers, 2)
     assert (np.asarray(recorded.experts)[mask] >= 0).all()
+
+
+@pytest.mark.slow
+def test_a_teacher_replays_what_the_student_drew_whatever_it_reads():
+    rollout = drawn(recorded=True)
+    other = jnp.where(rollout.experts < 0, -1, (rollout.experts + 1) % 4)
+    rollout = dataclasses.replace(rollout, experts=other)
+    shape = {"model": MODEL, "max_new_tokens": toys.SIZE, "temperature": 0.7}
+    params = toys.params(MODEL)
+    expected = toys.jit(functools.partial(response_logprobs, **shape))(
+        params, rollout=rollout
+    )
+    states = toys.jit(
+        functools.partial(teacher.teacher_states, **shape), static_argnames=("replays",)
+    )
+    own = jax.tree.map(lambda x: x[:, : -toys.SIZE], (rollout.tokens, rollout.mask))
+    # The same prompts, without a record: their states are of other experts.
+    prompts = teacher.TeacherPrompts(*own, taught=jnp.ones(4, bool))
+    reference = frozen.freeze(params)
+    replayed = states(reference, rollout=rollout, replays=True).logprobs
+    np.testing.assert_allclose(replayed, expected, atol=1e-5)
+    chosen = states(reference, rollout=rollout).logprobs
+    assert float(np.abs(chosen - expected).max()) > 1e-3
+    behind = states(reference, rollout=rollout, prompts=prompts, replays=True).logprobs
+    assert float(np.abs(behind - chosen).max()) > 1e-3
+
+
+@pytest.mark.slow
+def test_a_minibatch_without_a_token_is_not_skipped():
+    start, batch, _, _ = experience(RECIPE)
+    empty = dataclasses.replace(
+        batch, response_mask=jnp.zeros_like(batch.response_mask)
+    )
+    after, stats = updated(
+        start,
+        experience=empty,
+        key=jax.random.key(1),
+        recipe=dataclasses.replace(RECIPE, balance_coef=1.0),
+        frozen=FrozenModels(),
+    )
+    assert int(after.skipped) == 0
+    assert float(stats["policy/grad_norm"][0]) == 0
+    assert toys.leaves_equal(after.policy, start.policy)
 
 
 @pytest.mark.slow

@@ -440,3 +440,9 @@ def test_wrong_input_says_what_to_do():
             ValueError, match=rf"k: expected .* at most 37, got {k}; choose"
         ):
             from_hidden(k=k)
+
+
+@pytest.mark.parametrize("k", [None, 3])
+def test_a_batch_of_no_rows_has_no_kl(k):
+    nothing = from_hidden(HIDDEN[:0], HEAD, REF_HIDDEN[:0], REF_HEAD, k=k)
+    assert (nothing.shape, nothing.dtype) == ((0, S), np.float32)

@@ -17,6 +17,7 @@ from rlhf_jax import decode, decoder, kl, logprobs, policy
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import caches
 from rlhf_jax.models.generation.sampling import Decoder, Draw
+from rlhf_jax.models.packing import texts_of
 
 LENGTHS, PROMPT, NEW = (6, 3, 1, 5, 2, 4), 6, 9
 both = pytest.mark.parametrize(
@@ -330,7 +331,8 @@ def test_exact_kl_of_a_policy_reads_what_is_done_to_its_logits(model):
     params, other = (tiny.params(model, seed) for seed in (0, 1))
     tokens, mask = tiny.batch((7, 5), 7, side="right")
     of = functools.partial(hidden_of, model=model, tokens=tokens, mask=mask)
-    exact = jax.jit(functools.partial(policy.exact_kl, model=model, mask=mask))
+    texts = texts_of(tokens, mask)
+    exact = jax.jit(functools.partial(policy.exact_kl, texts=texts, model=model))
     output = exact(params, of(params), other, of(other))
     logits_of = jax.jit(
         functools.partial(policy.logits, model=model, tokens=tokens, mask=mask)
