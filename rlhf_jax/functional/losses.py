@@ -8,7 +8,7 @@ micro-batch alone and add up too (`masked.add_stats`); no gradient flows into th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from rlhf_jax.functional import checks, masked, surrogates
 from rlhf_jax.functional.aggregation import (
     Aggregation,
     LossScale,
+    Mean,
     aggregate,
     token_weights,
 )
@@ -82,10 +83,7 @@ def policy_loss(
     clip_range_high: Scalar | None = None,
     dual_clip: Scalar | None = None,
     ratio_level: RatioLevel = "token",
-    aggregation: Aggregation = "token_mean",
-    loss_scale_factor: LossScale = None,
-    num_tokens: Shaped[Array, ""] | None = None,
-    num_responses: Shaped[Array, ""] | None = None,
+    **mean: Unpack[Mean],
 ) -> tuple[Float32[Array, ""], Stats]:
     """PPO surrogate, the mean over tokens or responses of max(-ρA, -clip(ρ)A).
 
@@ -102,7 +100,8 @@ def policy_loss(
       clip_range_high: ε_high, dimensionless; None is ε. DAPO: 0.28 with an ε of 0.2.
       dual_clip: dual-clip bound c > 1; None disables it. The source uses 3.
       ratio_level: ρ of a token or of its response (`surrogates.at_level`).
-      aggregation, loss_scale_factor, num_tokens, num_responses: see `token_weights`.
+      mean: aggregation, loss_scale_factor, num_tokens and num_responses of
+        `token_weights`.
 
     Returns:
       f32[] loss and {name: (sum, weight)}. The gradient reaches `logprobs` and, where
@@ -177,10 +176,7 @@ def policy_loss(
         "loss/policy",
         surrogate,
         mask,
-        aggregation=aggregation,
-        loss_scale_factor=loss_scale_factor,
-        num_tokens=num_tokens,
-        num_responses=num_responses,
+        **mean,
     )
     stats |= masked.sum_stats(shares, mask=mask)
     return loss, stats | ratio_stats(token_log_ratio, true_ratio, mask=mask)
@@ -190,17 +186,15 @@ def entropy_bonus(
     *,
     entropy: Float32[Array, "*shape"],
     mask: Bool[Array, "*shape"],
-    aggregation: Aggregation = "token_mean",
-    loss_scale_factor: LossScale = None,
-    num_tokens: Shaped[Array, ""] | None = None,
-    num_responses: Shaped[Array, ""] | None = None,
+    **mean: Unpack[Mean],
 ) -> tuple[Float32[Array, ""], Stats]:
     """Minus the mean entropy: a loss that, times a coefficient, raises the entropy.
 
     Args:
       entropy: f32[B, S], nats; column t is about the distribution that tokens[:, t] was
         drawn from.
-      aggregation, loss_scale_factor, num_tokens, num_responses: see `token_weights`.
+      mean: aggregation, loss_scale_factor, num_tokens and num_responses of
+        `token_weights`.
 
     Returns:
       f32[] loss, nats per token, and {name: (sum, weight)}. The gradient reaches
@@ -220,10 +214,7 @@ def entropy_bonus(
         "loss/entropy",
         -entropy,
         mask,
-        aggregation=aggregation,
-        loss_scale_factor=loss_scale_factor,
-        num_tokens=num_tokens,
-        num_responses=num_responses,
+        **mean,
     )
 
 
@@ -264,10 +255,7 @@ def value_loss(
     returns: Float32[Array, "*shape"],
     mask: Bool[Array, "*shape"],
     clip_range: checks.Scalar | None,
-    aggregation: Aggregation = "token_mean",
-    loss_scale_factor: LossScale = None,
-    num_tokens: Shaped[Array, ""] | None = None,
-    num_responses: Shaped[Array, ""] | None = None,
+    **mean: Unpack[Mean],
 ) -> tuple[Float32[Array, ""], Stats]:
     """Clipped squared error, the mean of ½ max((V - R)², (V_clip - R)²).
 
@@ -277,7 +265,8 @@ def value_loss(
       values, old_values, returns: f32[B, S], reward units; column t is about the state
         just before tokens[:, t].
       clip_range: ε, reward units; None does not clip.
-      aggregation, loss_scale_factor, num_tokens, num_responses: see `token_weights`.
+      mean: aggregation, loss_scale_factor, num_tokens and num_responses of
+        `token_weights`.
 
     Returns:
       f32[] loss and {name: (sum, weight)}. The gradient reaches `values` and, where it
@@ -315,10 +304,7 @@ def value_loss(
         "loss/value",
         jnp.maximum(unclipped, clipped),
         mask,
-        aggregation=aggregation,
-        loss_scale_factor=loss_scale_factor,
-        num_tokens=num_tokens,
-        num_responses=num_responses,
+        **mean,
     )
     clipfrac = (clipped > unclipped).astype(jnp.float32)
     return loss, stats | masked.sum_stats({"value/clipfrac": clipfrac}, mask=mask)

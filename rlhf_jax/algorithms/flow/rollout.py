@@ -79,6 +79,13 @@ def rollout(
         record_experts=record_experts,
         record_top_k=record_top_k,
     )
+    return of_generated(generated, prompts=prompts, version=version)
+
+
+def of_generated(
+    generated: decode.Generated, *, prompts: Prompts, version: Array | None
+) -> Rollout:
+    """The rollout of responses to prompts, all drawn by one version of the policy."""
     return Rollout(
         tokens=generated.tokens,
         mask=generated.mask,
@@ -89,7 +96,7 @@ def rollout(
         sample=prompts.sample,
         version=None
         if version is None
-        # One policy draws this batch; the prompt's columns have version 0.
+        # The prompt's columns have version 0.
         else jnp.where(generated.response_mask, version, 0),
         experts=generated.experts,
         top_k=generated.top_k,

@@ -162,7 +162,12 @@ class NashMD(NashMDRecipe, PolicyGradient):
             "temperature": self.temperature,
         }
         ours = flow.rollout.rollout(
-            policy, model=self.model, prompts=halves[0], key=key, **sizes
+            policy,
+            model=self.model,
+            prompts=halves[0],
+            key=key,
+            version=version,
+            **sizes,
         )
         other = halves[1]
         ref_model = shape_of(frozen.reference, policy=self.model)
@@ -180,25 +185,13 @@ class NashMD(NashMDRecipe, PolicyGradient):
             keys=decode.row_keys(key, index=other.index, sample=other.sample),
             **sizes,
         )
-        theirs = Rollout(
-            tokens=drawn.tokens,
-            mask=drawn.mask,
-            response_mask=drawn.response_mask,
-            old_logprobs=drawn.logprobs,
-            entropy=drawn.entropy,
-            index=other.index,
-            sample=other.sample,
-        )
-        both = jax.tree.map(
+        theirs = flow.rollout.of_generated(drawn, prompts=other, version=version)
+        return jax.tree.map(
             # Interleave: rows 2i and 2i + 1 respond to one prompt.
             lambda a, b: jnp.stack([a, b], axis=1).reshape(-1, *a.shape[1:]),
             ours,
             theirs,
         )
-        if version is None:
-            return both
-        stamps = jnp.where(both.response_mask, version, 0)
-        return dataclasses.replace(both, version=stamps)
 
     @property
     def leaves_out(self) -> bool:

@@ -11,10 +11,7 @@ from typing import Literal, get_args
 
 from rlhf_jax.algorithms.flow import shaping
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
-from rlhf_jax.algorithms.policy_gradient.corrections import (
-    SamplerCorrection,
-    Weighted,
-)
+from rlhf_jax.algorithms.policy_gradient.corrections import SamplerCorrection, Weighted
 from rlhf_jax.algorithms.policy_gradient.loss import Loss
 from rlhf_jax.algorithms.policy_gradient.options import (
     DAR,

@@ -153,8 +153,10 @@ def test_rows_of_the_policy_and_of_the_mixture_take_turns(monkeypatch):
             sample=sample,
         )
 
-    def ours(params, *, prompts, **options):
-        return answered(prompts.tokens, prompts.index, prompts.sample, logprob=-1.0)
+    def ours(params, *, prompts, version, **options):
+        drawn = answered(prompts.tokens, prompts.index, prompts.sample, logprob=-1.0)
+        stamps = None if version is None else jnp.where(drawn.response_mask, version, 0)
+        return dataclasses.replace(drawn, version=stamps)
 
     def mixed(policy, reference, *, share, tokens, keys, **options):
         assert share == BASE.mixture
