@@ -27,7 +27,7 @@ Stats = masked.Stats
 LARGE = 80.0  # nats: products above e^80 are computed as sums of logs
 LARGEST = 88.72  # nats: e^88.72 is the largest exponential in float32
 
-Divergence = Literal["tv", "kl"]
+BinaryDivergence = Literal["tv", "kl"]
 """Over the sampled token and all others: total variation |π - μ|, or KL(μ ‖ π)."""
 
 RatioLevel = Literal["token", "sequence", "sequence_token"]

@@ -4,7 +4,7 @@
      "score": {"kernel": [D], "bias": []}}
 
 A reward model has the same parameters and reads only the last token
-(`rewards/model.py`), so either can start from the other.
+(`rewards/model.py`), so either can start as a copy (`storage.store`) of the other.
 """
 
 from __future__ import annotations
@@ -40,11 +40,6 @@ def on_policy_trunk(*, model: ModelConfig) -> Params:
     trunk.
     """
     return {"score": decoder.zero_score(model=model)}
-
-
-def from_reward_model(params: Params) -> Params:
-    """A critic that starts as a copy of the reward model (N+)."""
-    return storage.store(params)
 
 
 def from_base(key: Array, *, model: ModelConfig, lora: LoRA) -> Params:

@@ -92,15 +92,10 @@ def test_a_critic_of_the_policy_starts_at_0_and_learns():
     assert set(start["trunk"]) == {"embed", "layers", "final_norm"}
 
 
-@pytest.mark.parametrize("origin", ["policy", "reward model"])
-def test_a_critic_is_a_copy(origin):
+def test_a_critic_is_a_copy():
     source = jax.tree.map(jnp.copy, params())
-    if origin == "policy":
-        made = critic.from_policy(source["trunk"], model=MODEL)
-        expected = {"trunk": params()["trunk"]}
-    else:
-        made = critic.from_reward_model(source)
-        expected = params()
+    made = critic.from_policy(source["trunk"], model=MODEL)
+    expected = {"trunk": params()["trunk"]}
     jax.jit(lambda tree: jax.tree.map(jnp.negative, tree), donate_argnums=0)(source)
     assert source["trunk"]["embed"]["tokens"].is_deleted()
     for name, leaves in expected.items():

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, get_args
 
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.errors import expect_none
-from rlhf_jax.functional.surrogates import Divergence
+from rlhf_jax.functional.surrogates import BinaryDivergence
 
 if TYPE_CHECKING:  # which imports this module
     from rlhf_jax.algorithms.policy_gradient.loss import Loss
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # which imports this module
 class DPPO:
     """Leaves out tokens that moved too far, by a divergence instead of a ratio."""
 
-    divergence: Divergence = "tv"
+    divergence: BinaryDivergence = "tv"
     """Divergence over the sampled token and all others: tv (total variation) or kl."""
     threshold: float = 0.15
     """δ: largest divergence where the advantage is negative, a probability (tv) or nats
@@ -33,7 +33,7 @@ class DPPO:
     """Largest weight of a token; the weight is its ratio."""
 
     def __post_init__(self) -> None:
-        checks.one_of(divergence=self.divergence, among=get_args(Divergence))
+        checks.one_of(divergence=self.divergence, among=get_args(BinaryDivergence))
         checks.positive(threshold=self.threshold, threshold_high=self.threshold_high)
         checks.within(above=1, advice="choose 10 or 20", cap=self.cap)
 

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float32
 
 from rlhf_jax.functional import checks, masked, surrogates
 from rlhf_jax.functional.aggregation import Mean, aggregate
-from rlhf_jax.functional.surrogates import Divergence
+from rlhf_jax.functional.surrogates import BinaryDivergence
 
 Array = jax.Array
 Scalar = checks.Scalar
@@ -27,7 +27,7 @@ def dppo_loss(
     old_logprobs: Float32[Array, "*shape"],
     advantages: Float32[Array, "*shape"],
     mask: Bool[Array, "*shape"],
-    divergence: Divergence,
+    divergence: BinaryDivergence,
     threshold: Scalar,
     threshold_high: Scalar | None = None,
     cap: Scalar,
@@ -69,7 +69,7 @@ def dppo_loss(
     >>> print(loss(logprobs))  # (-10·log 0.01 + 0.89·log 0.8) / 3
     15.284
     """
-    checks.one_of(divergence=divergence, among=get_args(Divergence))
+    checks.one_of(divergence=divergence, among=get_args(BinaryDivergence))
     checks.positive(threshold=threshold, threshold_high=threshold_high)
     if threshold_high is None:
         threshold_high = threshold
@@ -99,7 +99,7 @@ def dppo_loss(
     return loss, stats | surrogates.ratio_stats(log_ratio, ratio, mask=mask)
 
 
-def _divergence(divergence: Divergence, now: Array, old: Array) -> Array:
+def _divergence(divergence: BinaryDivergence, now: Array, old: Array) -> Array:
     """D over the sampled token and all others, from log π and log μ."""
     if divergence == "tv":
         return jnp.abs(jnp.exp(now) - jnp.exp(old))

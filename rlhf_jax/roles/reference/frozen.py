@@ -119,11 +119,11 @@ def beside(
 ) -> Any:
     """Copies a batch to the devices of a frozen model; asynchronous.
 
-    For a reference on the CPU, or on devices of its own:
+    For a reference on the CPU, or on devices of its own, whose program the caller
+    compiles on `sharding.on(frozen.mesh_of(reference), ...)`:
 
-        score = jax.jit(sharding.on(frozen.mesh_of(reference), score))
         copy = frozen.beside(reference, rollout)
-        ref_logprobs = score(reference, rollout=copy)       runs beside the policy
+        ref_logprobs = program(reference, rollout=copy)     runs beside the policy
         ref_logprobs = jax.device_put(ref_logprobs, rollout.old_logprobs.sharding)
 
     Args:
