@@ -37,12 +37,12 @@ def objective_stats(scored: Scored, *, kl_coef: Array, ended: Array) -> masked.S
     Returns:
       {name: (sum, weight)} over responses or sampled tokens. `objective/kl`,
       `objective/kl_k3` and `objective/ref_nll` need a reference; the last is -log π_ref
-      in nats per token, whose mean is the log of the perplexity. Episodes with rewards
-      of turns add `response/observed`, and those with known ends of turns
+      in nats per token, whose mean is the log of the perplexity. Episodes of several
+      turns add `response/observed`, and those with known ends of turns
       `response/turns`. Responses that are left out do not count.
     """
     mask = scored.rollout.response_mask
-    ones = counted = jnp.ones(scored.scores.shape, jnp.float32)
+    counted = jnp.ones(scored.scores.shape, jnp.float32)
     if scored.row_mask is not None:
         counted = scored.row_mask.astype(jnp.float32)
 
@@ -61,7 +61,7 @@ def objective_stats(scored: Scored, *, kl_coef: Array, ended: Array) -> masked.S
         "response/eos_fraction": per_response(ended.astype(jnp.float32)),
         "response/distinct_fraction": per_response(_first_of_its_kind(scored)),
     }
-    if scored.turn_rewards is not None:
+    if _has_turns(scored):
         observed = scored.rollout.observed
         stats["response/observed"] = per_response(
             observed.sum(axis=1, dtype=jnp.float32)
@@ -70,7 +70,7 @@ def objective_stats(scored: Scored, *, kl_coef: Array, ended: Array) -> masked.S
         num_turns = scored.turn_ends.sum(axis=1, dtype=jnp.float32)
         stats["response/turns"] = per_response(num_turns)
     stats |= scored.kl_stats
-    penalty = jnp.zeros_like(ones)
+    penalty = jnp.zeros_like(counted)
     if scored.ref_logprobs is not None:
         pair = scored.rollout.old_logprobs, scored.ref_logprobs
         stats["objective/kl"] = per_response(
@@ -115,10 +115,15 @@ def kl_by_position(scored: Scored, *, max_new_tokens: int) -> masked.Stats:
     }
 
 
+def _has_turns(scored: Scored) -> bool:
+    """Whether rows are episodes: one whose turns have weight 0 has no turn rewards."""
+    return scored.turn_rewards is not None or scored.turn_ends is not None
+
+
 def _first_of_its_kind(scored: Scored) -> Array:
     """f32[B]: 1 where no earlier row of the batch has the same sampled tokens."""
     mask, tokens = scored.rollout.response_mask, scored.rollout.tokens
-    if scored.turn_rewards is not None:
+    if _has_turns(scored):
         # Sampled tokens move to the front, in order: observations between turns do not
         # matter.
         sampled_first = jnp.argsort(~mask, axis=1, stable=True)

@@ -687,8 +687,11 @@ def test_episodes_are_alike_that_say_the_same_whatever_they_observe():
         mask=jnp.asarray(mask, bool),
         response_mask=jnp.asarray(sampled, bool),
     )
-    output = objective._first_of_its_kind(dataclasses.replace(scored, rollout=rollout))
-    np.testing.assert_array_equal(output, [1, 0, 1])
+    scored = dataclasses.replace(scored, rollout=rollout)
+    # Turns whose reward has weight 0 have no rewards, but ends.
+    for episodes in (scored, dataclasses.replace(scored, turn_rewards=None)):
+        output = objective._first_of_its_kind(episodes)
+        np.testing.assert_array_equal(output, [1, 0, 1])
 
 
 def test_responses_of_fixed_length_have_one_turn():
