@@ -140,10 +140,8 @@ def corrected(
         return experience, compared
     experience, stats = weighted(
         experience,
+        weights,
         sampler_logprobs=sampler_logprobs,
-        cap=weights.cap,
-        correction=weights.correction,
-        floor=weights.floor,
         group_size=recipe.rows_per_prompt,
     )
     return experience, compared | stats | staleness(rollout, step=step)
@@ -151,11 +149,9 @@ def corrected(
 
 def weighted(
     experience: Experience,
+    how: Weighted,
     *,
     sampler_logprobs: Array,
-    cap: float,
-    correction: Correction = "token_truncate",
-    floor: float | None = None,
     group_size: int = 1,
 ) -> tuple[Experience, masked.Stats]:
     """The experience with advantages w·A, w the importance weights of a correction.
@@ -169,10 +165,8 @@ def weighted(
 
     Args:
       experience: PolicyExperience[B, S], whose `old_logprobs` are the trainer's.
+      how: formula of the weights, and its bounds.
       sampler_logprobs: f32[B, S], nats, log μ of the policy that drew the tokens.
-      cap: upper bound of the ratio, dimensionless.
-      correction: formula of the weights (`importance.Correction`).
-      floor: lower bound of the ratio for masks and rejection; None is no bound.
     """
     # Imported here: few runs correct for a sampler.
     from rlhf_jax.functional.off_policy import importance, mismatch
@@ -184,16 +178,16 @@ def weighted(
         "mask": mask,
     }
     output = importance.importance_weights(
-        **pair, correction=correction, cap=cap, floor=floor
+        **pair, correction=how.correction, cap=how.cap, floor=how.floor
     )
-    stats = mismatch.weight_stats(output, mask=mask, correction=correction)
+    stats = mismatch.weight_stats(output, mask=mask, correction=how.correction)
     stats |= mismatch.sampler_kl(**pair)
     changed: dict[str, Array] = {
         # Into the advantages, as w >= 0: see the docstring.
         "advantages": output.weights * experience.advantages,
         "sampler_logprobs": sampler_logprobs,
     }
-    if correction.endswith("_reject"):
+    if isinstance(how, Reject):
         # In the mask, so that divisors do not count rejected responses. `value_mask` is
         # unchanged: the critic still learns from them.
         changed["response_mask"] = output.mask

@@ -32,6 +32,7 @@ from rlhf_jax.functional.off_policy.importance import Correction
 from rlhf_jax.roles.reference.frozen import NO_MODELS
 
 CAP = 1.5
+REJECT = Reject(1.3, floor=0.8, level="geometric")
 
 
 def drawn(seed=0):
@@ -59,7 +60,7 @@ def test_advantages_are_multiplied_by_capped_ratios():
     experience, sampler = drawn()
     mask = np.asarray(experience.response_mask)
     ratio = np.exp(np.where(mask, experience.old_logprobs - sampler, 0.0))
-    output, stats = weighted(experience, sampler_logprobs=sampler, cap=CAP)
+    output, stats = weighted(experience, Truncate(CAP), sampler_logprobs=sampler)
     weights = np.minimum(ratio, CAP)
     expected = np.where(mask, weights * experience.advantages, 0)
     np.testing.assert_allclose(output.advantages, expected, rtol=1e-5, atol=1e-6)
@@ -83,14 +84,7 @@ def test_a_rejected_response_is_left_out_of_everything_and_scales_follow():
     experience, sampler = drawn(5)
     scale = prompt_scale(experience.response_mask, group_size=2)
     experience = dataclasses.replace(experience, prompt_scale=scale)
-    output, stats = weighted(
-        experience,
-        sampler_logprobs=sampler,
-        cap=1.3,
-        correction="geometric_reject",
-        floor=0.8,
-        group_size=2,
-    )
+    output, stats = weighted(experience, REJECT, sampler_logprobs=sampler, group_size=2)
     mask = np.asarray(experience.response_mask)
     gap = np.where(mask, experience.old_logprobs - sampler, 0.0)
     mean = gap.sum(axis=1) / mask.sum(axis=1)
@@ -114,9 +108,11 @@ def test_of_the_trainer_s_own_tokens_nothing_changes(correction):
     """Nothing changes, to the bit, even at the tightest bounds."""
     experience, _ = drawn()
     own = experience.old_logprobs
-    floor = None if correction.endswith("truncate") else 1.0
+    level, kind = correction.split("_")
+    bounds = {"cap": 1.0} if kind == "truncate" else {"cap": 1.0, "floor": 1.0}
+    how = {"truncate": Truncate, "mask": Mask, "reject": Reject}[kind]
     output, stats = weighted(
-        experience, sampler_logprobs=own, cap=1.0, correction=correction, floor=floor
+        experience, how(level=level, **bounds), sampler_logprobs=own
     )
     expected = dataclasses.replace(experience, sampler_logprobs=own)
     assert toys.leaves_equal(output, expected)
@@ -155,13 +151,9 @@ def test_the_recipe_says_how_an_experience_is_corrected():
         apart.mean(), rel=1e-5
     )
     assert not RECIPE.leaves_out
-    bounds = {"cap": 1.3, "floor": 0.8, "correction": "geometric_reject"}
-    recipe = dataclasses.replace(
-        RECIPE,
-        sampler_correction=Reject(1.3, floor=0.8, level="geometric"),
-    )
+    recipe = dataclasses.replace(RECIPE, sampler_correction=REJECT)
     output, stats = corrected(experience, **at, recipe=recipe)
-    expected, _ = weighted(experience, sampler_logprobs=sampler, **bounds, group_size=2)
+    expected, _ = weighted(experience, REJECT, sampler_logprobs=sampler, group_size=2)
     assert toys.leaves_equal(output, expected)
     assert masked.mean_stats(stats)["policy/staleness"] == 2
     assert recipe.leaves_out  # whose KL per response is over those that are left
@@ -302,10 +294,8 @@ def test_a_response_of_each_prompt_is_a_group_of_its_own():
     scale = prompt_scale(three.response_mask, group_size=1)
     output, _ = weighted(
         dataclasses.replace(three, prompt_scale=scale),
+        REJECT,
         sampler_logprobs=sampler[:3],
-        cap=1.3,
-        correction="geometric_reject",
-        floor=0.8,
     )
     np.testing.assert_array_equal(
         output.prompt_scale, prompt_scale(output.response_mask, group_size=1)
