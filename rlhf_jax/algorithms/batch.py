@@ -145,7 +145,7 @@ class Sampled:
     age: Int32[Array, "B S"]  # iterations since their parameters; 0 outside the mask
 
 
-@flax.struct.dataclass
+@flax.struct.dataclass(kw_only=True)
 class PolicyExperience:
     """The data that the loss of a policy gradient reads; fixed during the epochs."""
 
@@ -157,32 +157,22 @@ class PolicyExperience:
     token_rewards: Float32[Array, "B S"]  # reward units
     advantages: Float32[Array, "B S"]  # reward units (or unit variance if normalised)
     # `aggregation.prompt_scale`, tokens; None unless the aggregation is prompt_mean.
-    prompt_scale: Float32[Array, " B"] | None = flax.struct.field(
-        default=None, kw_only=True
-    )
+    prompt_scale: Float32[Array, " B"] | None = None
     # Log-probs f32[B, S] and weights of further references, by name.
-    further: dict[str, Further] = flax.struct.field(default_factory=dict, kw_only=True)
+    further: dict[str, Further] = flax.struct.field(default_factory=dict)
     # As in `ReferenceOutput`; None: the update runs the reference if it needs it.
-    ref_hidden: Float[Array, "B S D"] | None = flax.struct.field(
-        default=None, kw_only=True
-    )
+    ref_hidden: Float[Array, "B S D"] | None = None
     # log μ, nats; None unless importance weights correct for the sampler.
-    sampler_logprobs: Float32[Array, "B S"] | None = flax.struct.field(
-        default=None, kw_only=True
-    )
+    sampler_logprobs: Float32[Array, "B S"] | None = None
     # The sampler's record of all drawn tokens; None keeps no ledger of trust.
-    sampled: Sampled | None = flax.struct.field(default=None, kw_only=True)
+    sampled: Sampled | None = None
     # Reward units per nat, equal in all rows; None: `entropy_coef` of the recipe.
-    entropy_coef: Float32[Array, " B"] | None = flax.struct.field(
-        default=None, kw_only=True
-    )
+    entropy_coef: Float32[Array, " B"] | None = None
     # By `token_choice`: tokens with an advantage, or under KL-Cov's penalty. None: all.
-    chosen: Bool[Array, "B S"] | None = flax.struct.field(default=None, kw_only=True)
+    chosen: Bool[Array, "B S"] | None = None
     # As in `Rollout`.
-    experts: Int32[Array, "B S L k"] | None = flax.struct.field(
-        default=None, kw_only=True
-    )
-    top_k: TopK | None = flax.struct.field(default=None, kw_only=True)
+    experts: Int32[Array, "B S L k"] | None = None
+    top_k: TopK | None = None
 
     @property
     def behaviour_logprobs(self) -> Array:
@@ -196,7 +186,7 @@ class PolicyExperience:
         return x
 
 
-@flax.struct.dataclass
+@flax.struct.dataclass(kw_only=True)
 class Experience(PolicyExperience):
     """The experience of PPO, with the critic's targets."""
 
@@ -205,7 +195,7 @@ class Experience(PolicyExperience):
     returns: Float32[Array, "B S"]  # reward units
 
 
-@flax.struct.dataclass
+@flax.struct.dataclass(kw_only=True)
 class PairExperience(PolicyExperience):
     """The experience of online DPO: a row is a pair, chosen response then rejected one.
 
