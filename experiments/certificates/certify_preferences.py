@@ -214,9 +214,7 @@ def online(
 ) -> Finding:
     """Online DPO as in a run, with sampled pairs and the frozen reference."""
     model = enumerable.model(hidden_size=options.hidden_size)
-    algorithm = online_dpo.OnlineDPO(
-        labels=labels, beta=options.beta, **_shapes(options, model)
-    )
+    algorithm = online_dpo.OnlineDPO(labels=labels, **_shapes(options, model))
     log_policy = _trained(
         world,
         options,

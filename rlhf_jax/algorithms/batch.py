@@ -181,6 +181,11 @@ class PolicyExperience:
             return self.old_logprobs
         return self.sampler_logprobs
 
+    @property
+    def responses(self) -> Bool[Array, " N"]:
+        """The responses, True where one has a token that is trained on."""
+        return self.response_mask.any(axis=1)
+
     def laid_out(self, x: Array) -> Array:
         """An array [B, S] of the rollout in the layout of this experience."""
         return x
@@ -206,6 +211,11 @@ class PairExperience(PolicyExperience):
     pairs: Bool[Array, " B"]  # pairs that are trained on
     rejected_better: Float32[Array, " B"]  # probability of the opposite preference
     members: Int32[Array, "B 2"]  # rows of the rollout: chosen, rejected
+
+    @property
+    def responses(self) -> Bool[Array, " N"]:
+        """bool[2B], True where a response has a token that is trained on."""
+        return self.response_mask.reshape(2 * len(self.members), -1).any(axis=1)
 
     def laid_out(self, x: Array) -> Array:
         """[N, S] -> [B, 2S]: the chosen response's row, then the rejected one's."""

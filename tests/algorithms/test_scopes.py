@@ -139,7 +139,7 @@ def test_the_policy_s_part_of_exact_kl_is_not_the_reference_s():
             temperature=1.0,
             penalty=Penalty(placement="reward", value_estimator="exact"),
             packing=None,
-            replays_reference=False,
+            replays=False,
         )
 
     names = names_of(exact, toys.params(), frozen.freeze(toys.params()), rollout)

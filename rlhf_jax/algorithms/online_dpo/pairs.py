@@ -38,17 +38,10 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OnlineDPO(OnlineDPORecipe, PolicyGradient):
-    """A recipe with its shapes, optimizer and β; hashable, so static under `jax.jit`.
+    """A recipe with its shapes and optimizer; hashable, so static under `jax.jit`.
 
-    `OnlineDPO(**vars(recipe), beta=..., model=...)` makes one from an
-    `OnlineDPORecipe`.
+    `OnlineDPO(**vars(recipe), model=...)` makes one from an `OnlineDPORecipe`.
     """
-
-    beta: float  # β, reward units per nat
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.positive(beta=self.beta)
 
     def experience(
         self, scored: Scored, *, kl_coef: Array
@@ -123,9 +116,7 @@ class OnlineDPO(OnlineDPORecipe, PolicyGradient):
         kl_coef: Array,
         frozen: FrozenModels = NO_MODELS,
     ) -> tuple[PairExperience, LossFunction]:
-        """`losses.dpo_loss` of the pairs, with the constant `beta`."""
-        # No controller moves β here.
-        del kl_coef
+        """`losses.dpo_loss` of the pairs; `kl_coef` is its β."""
         expect_none(
             "beside the one reference of online DPO",
             advice="leave them out",
@@ -165,7 +156,7 @@ class OnlineDPO(OnlineDPORecipe, PolicyGradient):
                 rejected_logprobs=ours[:, 1],
                 ref_chosen_logprobs=theirs[:, 0],
                 ref_rejected_logprobs=theirs[:, 1],
-                beta=self.beta,
+                beta=kl_coef,
                 kind=self.kind,
                 label_smoothing=smoothing,
                 num_pairs=num_pairs,

@@ -322,7 +322,7 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         """β of this iteration, f32[], reward units per nat: only computed here.
 
         It is the controller's coefficient, times `lifecycle.kl_every` with
-        `lifecycle.scale_kl_coef`. Online DPO has a constant instead, `OnlineDPO.beta`.
+        `lifecycle.scale_kl_coef`.
         """
         # The controller's state is an array: a moving β does not recompile anything.
         coef, lifecycle = state.kl.kl_coef, self.lifecycle

@@ -152,7 +152,8 @@ def update(
     kl_of_response = None
     mask = experience.response_mask
     # Rows that are left out, and episodes that never began, have no token.
-    responses = jnp.maximum(mask.any(axis=1).sum(dtype=jnp.float32), 1.0)
+    began = experience.responses
+    responses = jnp.maximum(began.sum(dtype=jnp.float32), 1.0)
     # k1 of the samples before the update: a controller does not react to the epochs of
     # this update.
     if experience.ref_logprobs is not None:
@@ -164,7 +165,7 @@ def update(
         kl=kl_of_response,
         mean_length=mask.sum(dtype=jnp.float32) / responses,
         # Iterations without a KL since the last one count towards the horizon too.
-        num_episodes=rows * recipe.lifecycle.kl_every,
+        num_episodes=began.size * recipe.lifecycle.kl_every,
     )
     return dataclasses.replace(state, kl=kl, step=state.step + 1), stats
 

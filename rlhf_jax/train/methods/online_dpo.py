@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from rlhf_jax.algorithms.online_dpo import OnlineDPO, OnlineDPORecipe
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
@@ -38,10 +38,6 @@ class Config(PolicyGradientConfig):
         super().__post_init__()
         checks.positive(kl_coef=self.kl_coef)
         self.method.check_batch(self.batch.batch_size)
-
-    def algorithm(self, **shapes: Any) -> PolicyGradient:
-        """Builds the algorithm, with the KL coefficient as DPO's β."""
-        return super().algorithm(beta=self.kl_coef, **shapes)
 
 
 command = functools.partial(

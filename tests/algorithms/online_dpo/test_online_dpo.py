@@ -34,7 +34,6 @@ BASE = online_dpo.OnlineDPO(
     max_new_tokens=3,
     stop_ids=toys.STOP,
     group_size=4,
-    beta=BETA,
 )
 BRADLEY_TERRY = dataclasses.replace(BASE, labels="bradley_terry")
 NEIGHBOURS = dataclasses.replace(BASE, pairing="neighbours")
@@ -158,6 +157,31 @@ def test_parts_of_pairs_are_the_whole_and_update_is_a_step():
 
 
 @pytest.mark.slow
+def test_a_controller_moves_the_coefficient_of_the_loss():
+    experience, _ = NEIGHBOURS.experience(scored(), kl_coef=jnp.float32(BETA))
+    kl = np.where(MASK, np.float64(OLD) - REF, 0).sum(axis=1).mean()  # per response
+    target = 2 * kl
+    controller = kl_control.Adaptive(
+        target=target, unit="response", horizon=40, min_kl_coef=1e-3, max_kl_coef=9.0
+    )
+    margins = {}
+    for coef in (BETA, 2 * BETA):
+        train = state.grpo_state(
+            policy=jnp.asarray(TABLE),
+            policy_optimizer=NEIGHBOURS.policy_optimizer,
+            kl=controller.controller(coef),
+        )
+        after, stats = online_dpo.update(
+            train, experience=experience, key=jax.random.key(0), recipe=NEIGHBOURS
+        )
+        margins[coef] = float(masked.mean_stats(stats)["dpo/margin"])
+        # Two responses to a pair: eight, as in the rollout.
+        expected = oracles.adaptive_kl_coef(coef, kl, ROWS, target=target, horizon=40)
+        assert float(after.kl.kl_coef) == pytest.approx(expected, rel=1e-5)
+    assert margins[2 * BETA] == pytest.approx(2 * margins[BETA], rel=1e-5)
+
+
+@pytest.mark.slow
 def test_labels_of_bradley_and_terry_teach_ties_and_stand_still_at_the_optimum():
     """βh = r1 - r2: no gradient, whatever the pairs. Ranked labels go on."""
     ratios = np.where(MASK, np.float64(TABLE) - REF, 0).sum(axis=1)
@@ -186,7 +210,6 @@ def test_a_score_that_is_not_finite_makes_no_pair():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"beta": 0.0}, "beta: expected a finite number above 0"),
         ({"temperature": 0.0}, "temperature: expected a finite number above 0"),
         ({"group_size": 1}, "group_size"),
         ({"group_size": 3, "pairing": "neighbours"}, "an even number with pairing"),

@@ -127,7 +127,7 @@ EVERY = {
     "ppo": ppo.PPO(critic_model=toys.GPT2, critic_optimizer=optax.sgd(0.1), **SHARED),
     "grpo": GRPO,
     "reinforce": reinforce.REINFORCE(**SHARED),
-    "online-dpo": online_dpo.OnlineDPO(beta=0.1, **SHARED),
+    "online-dpo": online_dpo.OnlineDPO(**SHARED),
     "nash-md": nash_md.NashMD(**SHARED),
     "distill": distill.Distill(**SHARED),
 }

@@ -43,7 +43,7 @@ RECIPES = {
     ),
     "DAPO": grpo.GRPO(**GROUP, equal_groups="leave_out", overlong_mask="group"),
     "REINFORCE++": REINFORCE(**SHAPE),
-    "online DPO": online_dpo.OnlineDPO(**GROUP, beta=0.3),
+    "online DPO": online_dpo.OnlineDPO(**GROUP),
     "Nash-MD": nash_md.NashMD(**SHAPE),
     "distillation": distill.Distill(**SHAPE, rewarded=True),
 }
