@@ -25,7 +25,7 @@ from rlhf_jax.algorithms.grpo.greedy import rollout_with_greedy, without_greedy
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.functional import checks, masked
-from rlhf_jax.functional.checks import InputError, one_of
+from rlhf_jax.functional.checks import one_of
 from rlhf_jax.functional.errors import expect_none, refuse
 from rlhf_jax.functional.kl.penalty import IN_LOSS, Penalty
 from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels
@@ -118,14 +118,10 @@ class GRPO(GroupRecipe, PolicyGradient):
     take precedence over those of `PolicyGradient`.
     """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.overlong_mask is not None and not self.stop_ids:
-            raise InputError(
-                f"overlong_mask: expected stop_ids to look for, got none with "
-                f"{self.overlong_mask!r}, so that every response would be left out; "
-                f"name stop_ids, or leave it out"
-            )
+    @property
+    def reads_stops(self) -> dict[str, bool]:
+        """Whether an option reads stop tokens, by name."""
+        return super().reads_stops | {"overlong_mask": self.overlong_mask is not None}
 
     def experience(
         self, scored: Scored, *, kl_coef: Array

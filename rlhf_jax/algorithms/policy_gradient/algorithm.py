@@ -111,14 +111,19 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
                 "'sequence_mean'; choose that"
             )
 
-    def _faults_of_stops(self) -> Iterator[str]:
-        """Options that read stop tokens, where there are none."""
-        for name, needs in {
+    @property
+    def reads_stops(self) -> dict[str, bool]:
+        """Whether an option reads stop tokens, by name."""
+        return {
             "scores.missing_stop_score or missing_stop_penalty": (
                 self.scores.reads_stops
             ),
             "fixed_length": self.fixed_length is not None,
-        }.items():
+        }
+
+    def _faults_of_stops(self) -> Iterator[str]:
+        """Options that read stop tokens, where there are none."""
+        for name, needs in self.reads_stops.items():
             if needs and not self.stop_ids:
                 yield (
                     f"{name}: expected stop_ids to look for, got none, so that no "

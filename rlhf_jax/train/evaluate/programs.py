@@ -71,7 +71,7 @@ class Programs:
                 **sampled,
             )
 
-        def divergence(
+        def response_kl(
             policy: Frozen, reference: Frozen, responses: Rollout
         ) -> ResponseKL:
             return evaluation.response_kl(
@@ -89,7 +89,7 @@ class Programs:
             )
 
         self._respond = jax.jit(on(respond), static_argnames="greedy")
-        self.divergence = jax.jit(on(divergence))
+        self.response_kl = jax.jit(on(response_kl))
         self._text_stats = jax.jit(on(text_stats))
         self._score = jax.jit(on(lambda reward, responses: reward(responses)))
 

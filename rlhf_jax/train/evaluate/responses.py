@@ -100,9 +100,9 @@ class Evaluation:
             model, prompts, key=self.keys[name], greedy=greedy, guard=guard
         )
         counts: Mapping[str, Any] = {}
-        distance, reference = None, self.models.get("reference")
+        ref_kl, reference = None, self.models.get("reference")
         if name == "policy" and reference is not None and not greedy:
-            distance = self.programs.divergence(model, reference, rollout)
+            ref_kl = self.programs.response_kl(model, reference, rollout)
         count *= num_samples
         scored = None
         if scores is not None:
@@ -111,7 +111,7 @@ class Evaluation:
             with guard():
                 scored = self.score(rollout, count)
         shown = first(rollout, count)
-        distance = jax.tree.map(lambda leaf: leaf[:count], processes.whole(distance))
+        ref_kl = jax.tree.map(lambda leaf: leaf[:count], processes.whole(ref_kl))
         texts = text.read(
             shown,
             decode=self.start.decode,
@@ -120,7 +120,7 @@ class Evaluation:
         )
         mask, tokens = np.asarray(shown.response_mask), np.asarray(shown.tokens)
         logprobs = np.asarray(shown.old_logprobs).sum(axis=1)
-        of_models = [logprobs, *jax.tree.leaves(distance)]
+        of_models = [logprobs, *jax.tree.leaves(ref_kl)]
         self._check_finite(name, of_models, what="log-probs", rows=texts.index)
         if scored is not None:
             called = self.options.score_called
@@ -130,8 +130,8 @@ class Evaluation:
         for i in range(count):
             written, response = tokens[i][mask[i]], texts.responses[i]
             ref_logprob = None
-            if distance is not None:
-                ref_logprob = float(distance.ref_logprobs[i])
+            if ref_kl is not None:
+                ref_logprob = float(ref_kl.ref_logprobs[i])
             elif name == "reference" and not greedy:
                 ref_logprob = float(logprobs[i])
             responses.append(
@@ -149,8 +149,8 @@ class Evaluation:
                     answer=None if self.answers is None else self._answer(response),
                     logprob=float(logprobs[i]),
                     ref_logprob=ref_logprob,
-                    kl=None if distance is None else float(distance.exact[i]),
-                    k1=None if distance is None else float(distance.k1[i]),
+                    kl=None if ref_kl is None else float(ref_kl.exact[i]),
+                    k1=None if ref_kl is None else float(ref_kl.k1[i]),
                     verdict=None,
                     counts={name: float(of[i]) for name, of in counts.items()},
                 )
