@@ -201,6 +201,7 @@ class Texts(NamedTuple):
     first_column: int  # the first column that is computed
     rows: Array  # i32[B, S], the padded tokens
     packing: Packing | None
+    segments: Array | None = None  # i32[B, S], of several texts in a padded row
 
     def hidden_states(
         self, params: Params, *, model: ModelConfig, experts: Array | None = None
@@ -230,6 +231,7 @@ class Texts(NamedTuple):
             return {
                 "tokens": self.tokens,
                 "mask": self.mask,
+                "segments": self.segments,
                 "first_column": self.first_column - 1,
                 "experts": experts,
             }
@@ -252,6 +254,7 @@ def texts_of(
     *,
     first_column: int = 1,
     packing: Packing | None = None,
+    segments: Array | None = None,
 ) -> Texts:
     """Rows as a head reads them.
 
@@ -260,12 +263,14 @@ def texts_of(
       first_column: columns before it are not computed and are 0; ignored with a
         packing, which knows its responses.
       packing: of these rows; None leaves them padded.
+      segments: i32[B, S], texts packed into one row (`decoder.hidden_states`); None is
+        one text per row. Not read with a packing, which has its own.
 
     Raises:
       ValueError: the packing is of rows of another shape.
     """
     if packing is None:
-        return Texts(tokens, mask, first_column, tokens, None)
+        return Texts(tokens, mask, first_column, tokens, None, segments)
     if packing.places.shape != tokens.shape:
         raise ValueError(
             f"packing: expected that of {tokens.shape} rows and columns, got one of "

@@ -87,26 +87,12 @@ def logprobs_and_entropy(
       first token of a text, which nothing predicts.
     """
     checks.positive(first_column=first_column)
-    texts = texts_of(tokens, mask, first_column=first_column, packing=packing)
-    if segments is None:
-        hidden = texts.hidden_states(params, model=model, experts=experts)
-    else:
-        hidden = decoder.hidden_states(
-            params,
-            model=model,
-            tokens=tokens,
-            mask=mask,
-            segments=segments,
-            first_column=first_column - 1,
-            experts=experts,
-        )
+    texts = texts_of(
+        tokens, mask, first_column=first_column, packing=packing, segments=segments
+    )
+    hidden = texts.hidden_states(params, model=model, experts=experts)
     logprobs, entropy = logprobs_from_hidden(
-        params,
-        hidden,
-        texts=texts,
-        model=model,
-        temperature=temperature,
-        segments=segments,
+        params, hidden, texts=texts, model=model, temperature=temperature
     )
     return texts.padded(logprobs), texts.padded(entropy)
 
@@ -118,13 +104,11 @@ def logprobs_from_hidden(
     texts: Texts,
     model: ModelConfig,
     temperature: float = 1.0,
-    segments: Array | None = None,
 ) -> tuple[Array, Array]:
     """`logprobs_and_entropy` from hidden states that are computed already.
 
     Args:
       hidden: floats[*texts.tokens.shape, D], hidden states of these params at `texts`.
-      segments: as in `logprobs_and_entropy`, for texts without a packing.
 
     Returns:
       f32, nats, twice, in the layout of `texts`.
@@ -152,12 +136,7 @@ def logprobs_from_hidden(
     results = axes.per_prediction(
         computed, hidden, tokens=texts.tokens, first_column=texts.first_column
     )
-    # bool[B, S]: padding and a row's first token have no prediction.
-    predicted = _predicted(texts.mask)
-    if segments is not None:
-        before = jnp.pad(segments[:, :-1], ((0, 0), (1, 0)))
-        # The first token of a packed text would be predicted from another text.
-        predicted &= segments == before
+    predicted = _predicted(texts)
     logprobs, entropy = (jnp.where(predicted, array, 0.0) for array in results)
     return logprobs, entropy
 
@@ -288,7 +267,7 @@ def exact_kl(
         tokens=texts.tokens,
         first_column=texts.first_column,
     )
-    predicted = _predicted(texts.mask)
+    predicted = _predicted(texts)
     return jax.tree.map(lambda x: jnp.where(predicted, x, jnp.zeros_like(x)), results)
 
 
@@ -297,6 +276,9 @@ def _max_logits(hidden: Array) -> int:
     return MAX_LOGITS * axes.row_devices(hidden.shape[0])
 
 
-def _predicted(mask: Array) -> Array:
-    """bool[B, S]: tokens except a row's first, which nothing predicts."""
-    return mask & jnp.pad(mask[:, :-1], ((0, 0), (1, 0)))
+def _predicted(texts: Texts) -> Array:
+    """bool, like `texts.mask`: tokens except a text's first, which nothing predicts."""
+    mask, segments = texts.mask, texts.segments
+    # The first token of a packed text would be predicted from another text.
+    text = mask if segments is None else segments
+    return mask & (text == jnp.pad(text[:, :-1], ((0, 0), (1, 0))))
