@@ -131,9 +131,9 @@ def test_the_policy_s_part_of_exact_kl_is_not_the_reference_s():
 
     def exact(policy, reference, rollout):
         return score._exact_kl(
-            rollout,
+            reference,
             policy=policy,
-            reference=reference,
+            rollout=rollout,
             model=toys.GPT2,
             max_new_tokens=toys.SIZE,
             temperature=1.0,

@@ -67,6 +67,14 @@ def score(
     checks.shape((rollout.tokens.shape[0],), scores=scores)
     checks.float32(scores=scores)
     mask = rollout.response_mask
+    reading: dict[str, Any] = {
+        "rollout": rollout,
+        "model": model,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "packing": packing,
+        "replays": replays,
+    }
     kl, kl_stats, exact = None, {}, None
     # A reference on devices of its own has log-probs here, but no parameters.
     measured = reference is not None or ref_logprobs is not None
@@ -74,29 +82,13 @@ def score(
     estimated = penalty.in_reward or penalty.placement is None
     if measured and estimated and penalty.reward_needs_logits:
         exact, exact_ref_logprobs = _exact_kl(
-            rollout,
-            policy=policy,
-            reference=reference,
-            model=model,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            penalty=penalty,
-            packing=packing,
-            replays=replays,
+            reference, policy=policy, penalty=penalty, **reading
         )
         if ref_logprobs is None:
             ref_logprobs = exact_ref_logprobs
     # Exact KL has already run the reference.
     if reference is not None and ref_logprobs is None:
-        ref_logprobs = reference_logprobs(
-            reference,
-            rollout=rollout,
-            model=model,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            packing=packing,
-            replays=replays,
-        )
+        ref_logprobs = reference_logprobs(reference, **reading)
     if ref_logprobs is not None and estimated:
         estimate, kl_stats = reward_kl(
             penalty=penalty,
@@ -123,10 +115,10 @@ def score(
 
 
 def _exact_kl(
-    rollout: Rollout,
+    reference: Frozen | None,
     *,
     policy: Params | None,
-    reference: Frozen | None,
+    rollout: Rollout,
     model: ModelConfig,
     max_new_tokens: int,
     temperature: float,
