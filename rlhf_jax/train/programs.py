@@ -245,15 +245,16 @@ class Programs:
         packing = None if self.pack is None else self.pack(rollout, key=key)
         output, further, experts = None, {}, None
         if reference is not None:
+            replayed = rollout
             if self.recipe.reference_replays and rollout.experts is None:
-                rollout = self._recorded(
+                replayed = self._recorded(
                     rollout, train.policy, base=self._models.base, packing=packing
                 )
-                experts = rollout.experts
+                experts = replayed.experts
             output = self.reference_output(
-                reference, rollout, packing, of_teacher=of_teacher
+                reference, replayed, packing, of_teacher=of_teacher
             )
-            further = self._further_of(rollout, packing)
+            further = self._further_of(replayed, packing)
         values = None
         # Dispatched after the reference, so that devices work while the host computes
         # rewards.
