@@ -402,8 +402,8 @@ def test_greedy_responses_have_the_record_that_centred_scores_read():
     )
     top = scored.rollout.top_k
     assert top.tokens.shape == (*scored.rollout.tokens.shape, 3)
-    response = np.asarray(scored.rollout.response_mask)
-    response &= (np.arange(8) % 4 == 3)[:, None]
+    last = np.arange(8) % 4 == 3
+    response = np.asarray(scored.rollout.response_mask) & last[:, None]
     drawn, likeliest = scored.rollout.tokens, np.asarray(top.tokens)[..., 0]
     np.testing.assert_array_equal(np.asarray(drawn)[response], likeliest[response])
     assert int(after.skipped) == 0

@@ -117,11 +117,10 @@ def test_the_reference_replays_by_choice_and_old_records_the_trainer():
         scored.ref_logprobs, scored.rollout.old_logprobs, atol=1e-5
     )
     further = Further(frozen.freeze(toys.params(MODEL)), weight=0.5)
-    start, _, _, flipped = experience(RECIPE, flipped=True)
-    rollout = flipped.rollout
+    start, *_ = experience(RECIPE)
     _, of_two, _, scored = made(
         start,
-        rollout=rollout,
+        rollout=scored.rollout,
         scores=toys.array(SCORES),
         frozen=FrozenModels(further.frozen, further={"b": further}),
         recipe=dataclasses.replace(RECIPE, routing_replay=both),
