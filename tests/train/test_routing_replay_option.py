@@ -100,5 +100,5 @@ def test_the_reference_replays_in_its_own_program(files, source):
     kl = [
         metrics.read(run / "metrics.jsonl")[1]["objective/kl"] for run in (alone, both)
     ]
-    assert abs(kl[0] - kl[1]) > 1e-3
-    assert distance(both, alone) > 1e-4
+    assert abs(kl[0] - kl[1]) > 1e-5  # 0 where the option does not act
+    assert distance(both, alone) > 1e-5
