@@ -112,9 +112,7 @@ def begin_episodes(
         options.data.prompts,
         pool=opened.pool,
         encoder=opened.encoder,
-        room=reader.room(max_new_tokens=options.max_new_tokens),
-        more="lower --max-new-tokens",
-        overlong=options.data.overlong,
+        limits=options.limits(reader),
         receipt=receipt,
     )
     return Played(options, opened=opened, begun=begun, start=reader, mesh=mesh)

@@ -249,8 +249,7 @@ def read_asked(
         options.data.prompts,
         options=options.data,
         start=reader,
-        room=reader.room(max_new_tokens=options.max_new_tokens),
-        more="lower --max-new-tokens",
+        limits=options.limits(reader),
         receipt=receipt,
     )
     pools.tell(receipt)

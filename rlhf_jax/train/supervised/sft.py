@@ -294,7 +294,7 @@ def split(
 
 def no_prompt(start: Pretrained) -> Tokens:
     """Returns the tokens of an empty prompt, for instance BOS."""
-    (tokens,) = start.contract.prompts([Question("")])
+    (tokens,) = start.contract().prompts([Question("")])
     return tokens
 
 
