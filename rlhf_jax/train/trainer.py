@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from rlhf_jax.algorithms import self_check
@@ -37,11 +36,11 @@ from rlhf_jax.train import shapes
 from rlhf_jax.train.build import Meshes, Models, build
 from rlhf_jax.train.conclusion import conclude, verify
 from rlhf_jax.train.config.config import PolicyGradientConfig
-from rlhf_jax.train.loop import TOTAL, Begun, Loop, improve
+from rlhf_jax.train.loop import Begun, Loop, improve
 from rlhf_jax.train.programs import LearnInputs, Programs
 from rlhf_jax.train.reading import load_start, read_data, receipt_of
 from rlhf_jax.train.rewards import RewardList, RewardPools, require_some
-from rlhf_jax.train.sampler import Sampler, make_sampler
+from rlhf_jax.train.sampler import make_sampler
 from rlhf_jax.train.watch.watcher import Watcher
 
 if TYPE_CHECKING:
@@ -140,7 +139,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
     loop = Loop(
         config=config,
         programs=programs,
-        sampler=make_sampler(config, models, meshes=meshes),
+        sampler=make_sampler(config, models, meshes=meshes, stack=stack),
         episodes=episodes(read.data, rows=config.batch.batch_size),
         rewards=rewards(rows=read.data.rows, prompts=read.data.written_prompts),
         prompts=read.prompts,
@@ -162,8 +161,6 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
         of_teacher=read.data.teacher_prompts(pad_id=start.pad_id),
         reprompt=_reprompt(config, read.data.rows, start=start),
     )
-    if not isinstance(loop.sampler, Sampler):
-        stack.enter_context(loop.sampler)
     # Before there is a run folder: a failing reward or a lack of memory leaves none
     # behind.
     rehearse(loop, models, judge=judge)
@@ -210,8 +207,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
         reference=reference,
         text_stats=programs.text_stats(trained, read.texts),
     )
-    if not isinstance(loop.sampler, Sampler):
-        summary["sampler_retries"] = loop.sampler.retries.count
+    summary |= loop.sampler.summary()
     summary["compiled"] = program_cache.compiled_since(compiled)
     summary["missed_on_disk"] = program_cache.missed_since(compiled)
     summary["seconds"] = time.perf_counter() - started
@@ -299,13 +295,8 @@ def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:
     """
     config, programs, train = loop.config, loop.programs, models.train
     key = loop.key(0)
-    rollout, early = loop.draw(
-        train.policy,
-        prompts=loop.prompts[0],
-        key=key,
-        version=jnp.array(train.step, copy=True),  # the update donates it
-    )
-    of_teacher, early = loop.taught(rollout, early)
+    drawn = loop.draw(train.policy, loop.request(0, train.step))
+    rollout, of_teacher = drawn.rollout, loop.taught(drawn)
     read = programs.read(
         train,
         models.critic,
@@ -315,18 +306,16 @@ def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:
         values_first=loop.values_first,
         of_teacher=of_teacher,
     )
-    # Processes scored while the reference ran; their scores are needed now.
-    early = early() if callable(early) else early
-    scores = loop.scores(rollout, early)
+    scores = drawn.scores  # processes computed them while the reference ran
     tell_cut(config, rollout, stop_ids=programs.recipe.stop_ids)
     environment = config.sampler.environment
     if environment is None or environment.seconds is None:
         # Episodes with a time limit are drawn again: compilation used up their time.
         kept = None if config.reads_hidden_states else read  # hidden states are large
-        loop.begun[0] = Begun(rollout, early, scores, kept)
+        loop.begun[0] = Begun(drawn, kept)
     require_some(scores, sources=config.sources)
     if judge is not None:
-        judge(loop.shown(rollout))
+        judge(drawn.shown)
     own = (
         None if read.reference is None or config.reads_hidden_states else read.reference
     )
@@ -443,10 +432,9 @@ def run_stage(
         # and scored when they are taken. Episodes are always played to their end.
         late = jax.process_count() > 1 and loop.episodes is None
         queue = RolloutQueue(
-            loop.draw_there if late else functools.partial(loop.draw, handed=True),
+            loop.draw_there if late else loop.draw_ahead,
             hand_over=loop.sampler.hand_over,
-            prompts=loop.prompts.__getitem__,
-            key=loop.root_key,
+            request=loop.request,
             staleness=config.staleness,
             num_steps=config.num_steps,
             threaded=loop.sampler.threaded,
@@ -457,10 +445,8 @@ def run_stage(
         if begun is None:
             saved |= queue.first(models.train.policy, version=models.train.step)
         else:
-            # The rehearsal's rollout is reused for step 0. Its scores keep the
-            # structure that draws return, which snapshots expect.
-            early = {key: x for key, x in begun.early.items() if key != TOTAL}
-            saved |= queue.filled(begun.rollout, early)
+            # The rehearsal's rollout is reused for step 0.
+            saved |= queue.filled(begun.drawn.rollout, begun.drawn.early)
     # Every other frozen model must keep its initial digest at every snapshot.
     moving = ("reference",) if config.reference.lifecycle.moves else ()
     with (
