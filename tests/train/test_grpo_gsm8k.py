@@ -149,9 +149,7 @@ def test_the_mixture_is_sampled_with_the_run_s_reference(files, monkeypatch):
     )
     meshes = build.Meshes.of(config)
     models = build.build(config, pretrained.load(config.start.model), meshes=meshes)
-    sampler = make_sampler(
-        config, models, meshes=meshes, stack=contextlib.ExitStack()
-    )
+    sampler = make_sampler(config, models, meshes=meshes, stack=contextlib.ExitStack())
     output = sampler(jnp.float32(1), Request(jnp.float32(3), jnp.float32(4)))
     assert output == 4
     stored = jax.tree.leaves(recorded_options["frozen"].reference.stored)

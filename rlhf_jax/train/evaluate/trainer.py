@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import shutil
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import jax
 
 from rlhf_jax.checkpoints import frozen_models, hf, pretrained
+from rlhf_jax.checkpoints.frozen_models import Loader
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import digests, json_lines
 from rlhf_jax.data.receipts import Receipt, Receipts, items
@@ -91,22 +91,15 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
     start = load_start(
         options.start.model, options=options.start, mesh=mesh, start=reader
     )
-    on_mesh: dict[str, Any] = {
-        "policy": start,
-        "storage": frozen_models.COPY,
-        "mesh": mesh,
-        "sharding": functools.partial(sharding.shardings, mesh=mesh),
-    }
-    models: dict[Model, Frozen] = {
-        "policy": frozen_models.load_reference(None, **on_mesh)
-    }
+    loader, copy = Loader(start, mesh), frozen_models.COPY
+    models: dict[Model, Frozen] = {"policy": loader.reference(None, storage=copy)}
     start = start._replace(params=None)  # the frozen copy suffices
-    on_mesh["policy"] = start
+    loader = loader._replace(policy=start)
     if options.reference is not None:
-        models["reference"] = frozen_models.load_reference(options.reference, **on_mesh)
+        models["reference"] = loader.reference(options.reference, storage=copy)
     reward_model = None
     if options.reward_model is not None:
-        reward_model = frozen_models.load_reward_model(options.reward_model, **on_mesh)
+        reward_model = loader.reward_model(options.reward_model, storage=copy)
     programs = Programs(options, start=start, mesh=mesh)
     key = sharding.place(jax.random.key(options.seed), mesh=mesh)
     answers = answering(pools.verifiers.get("verifier"))

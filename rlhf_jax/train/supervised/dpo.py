@@ -43,8 +43,8 @@ from rlhf_jax.algorithms.batch import PackedPreferences
 from rlhf_jax.algorithms.dpo import DPO, DPORecipe
 from rlhf_jax.algorithms.state import Optimizer as Transformation
 from rlhf_jax.algorithms.state import SupervisedState
-from rlhf_jax.checkpoints import frozen_models, precomputed
-from rlhf_jax.checkpoints.frozen_models import Load
+from rlhf_jax.checkpoints import precomputed
+from rlhf_jax.checkpoints.frozen_models import Loader
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import packing
 from rlhf_jax.data.json_lines import Row
@@ -187,21 +187,15 @@ class Learner(Task[Config]):
         ).map(lambda batch: row_sharding.put_rows(batch, mesh=mesh))
         return Data(made, self._training.digested, self._others.digested)
 
-    def reference(
-        self, start: Pretrained, *, base: Frozen | None, mesh: Mesh, load: Load
-    ) -> Frozen | None:
+    def reference(self, loader: Loader, *, base: Frozen | None) -> Frozen | None:
         """Freezes the initial policy or a checkpoint; with adapters it is the base."""
         config = self.config
         if not config.has_reference or config.reference_is_base:
             return base if config.has_reference else None
-        return frozen_models.load_reference(
+        return loader.reference(
             config.reference.checkpoint,
-            policy=start,
             storage=config.reference.reference_storage,
             place=config.placement.reference,
-            mesh=mesh,
-            sharding=functools.partial(sharding.shardings, mesh=mesh),
-            load=load,
         )
 
     def update(
