@@ -26,8 +26,7 @@ from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.devices import processes, program_cache, sharding
-from rlhf_jax.devices.placement import AUTO, WITH_POLICY, Place
-from rlhf_jax.planning import memory_check
+from rlhf_jax.devices.placement import AUTO, Place
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.runs import alarms, folder, report, run
@@ -242,6 +241,7 @@ def _reprompt(
 def _chosen(config: PolicyGradientConfig) -> PolicyGradientConfig:
     """Returns the config with the choices of `--auto`, and prints them."""
     from rlhf_jax.train.plan import auto  # few runs ask for it
+    from rlhf_jax.train.rollouts import fastest
 
     start = pretrained.described(config.start.model, tokenizer=config.start.tokenizer)
     # No prompt is read yet: assume the largest bucket, or the length of a response,
@@ -249,7 +249,7 @@ def _chosen(config: PolicyGradientConfig) -> PolicyGradientConfig:
     new = config.batch.max_new_tokens
     room = max(1, start.model.max_positions - new)
     prompt = min(room, max(config.data.buckets or (new,)))
-    config, lines = auto.chosen(config, start, auto.Devices.here(), prompt=prompt)
+    config, lines = auto.chosen(config, start, fastest.Devices.here(), prompt=prompt)
     print(*lines, sep="\n")
     return config
 
@@ -258,26 +258,13 @@ def _placed(
     config: PolicyGradientConfig, models: Models, *, mesh: Mesh
 ) -> PolicyGradientConfig:
     """Returns the config with the place of its sampler, and prints the choice."""
-    if mesh.size == 1:  # there is nothing to choose from
-        return config.sampled_at(WITH_POLICY)
-    from rlhf_jax.planning import chips
+    from rlhf_jax.train.rollouts import fastest  # few runs ask for it
 
-    chip = chips.of_device(mesh.devices.flat[0])
-    if chip is None:
-        return config.sampled_at(WITH_POLICY)
-    from rlhf_jax.train.rollouts import fastest
-
-    config, layout = fastest.placed(
-        config,
-        models,
-        mesh=mesh,
-        chip=chip,
-        prompt=0,  # no prompt is read yet; `fastest.ROOM` allows for them
-        per_node=chips.per_node(chip),
-        memory=memory_check.limit(jax.local_devices()[0]),
-    )
-    if layout is not None:
-        print(layout)
+    # No prompt is read yet; `fastest.ROOM` allows for them.
+    among = fastest.Devices.here()
+    config, line = fastest.placed(config, models, among, mesh=mesh, prompt=0)
+    if line is not None:
+        print(line)
     # Their memory and devices may differ: the first process chooses for all.
     chosen = processes.from_first(str(config.placement.sampler))
     return config.sampled_at(Place.parse(chosen))

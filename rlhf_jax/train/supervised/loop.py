@@ -46,8 +46,9 @@ def main(task: Task[Any]) -> None:
     recorded = task.config
     if recorded.auto is not None:
         from rlhf_jax.train.plan import auto  # few runs ask for it
+        from rlhf_jax.train.rollouts.fastest import Devices
 
-        task, lines = auto.chosen_of_task(task, task.described, auto.Devices.here())
+        task, lines = auto.chosen_of_task(task, task.described, Devices.here())
         print(*lines, sep="\n")
     config, receipts = task.config, Receipts()
     mesh = config.placement.policy_mesh()
