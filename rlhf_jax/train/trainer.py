@@ -181,7 +181,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
         data=receipt_of(receipts, start=start),
     ) as job:
         columns = read.prompts[0].tokens.shape[1] + config.batch.max_new_tokens
-        tell(config, models, programs, start=start, columns=columns, meshes=meshes)
+        tell(config, models, start=start, columns=columns, meshes=meshes)
         if held_out is not None:
             print(f"held-out score {summary['held_out_score_before']:.3f} before")
         trained, reference = run_stage(loop, models, job=job, meta=read.meta)
@@ -358,7 +358,6 @@ def tell_cut(
 def tell(
     config: PolicyGradientConfig,
     models: Models,
-    programs: Programs,
     *,
     start: Pretrained,
     columns: int,
@@ -366,6 +365,7 @@ def tell(
 ) -> None:
     """Prints the models and the attention engine of a run."""
     critic = models.train.critic if models.critic is None else models.critic.params
+    valued = models.recipe.critic
     reference = None if models.reference is models.base else models.reference
     # Reward models come first in `beside`, where snapshots number them.
     named = dict(zip(models.beside, config.rewards.model_names, strict=False))
@@ -386,7 +386,7 @@ def tell(
         ],
         models={
             "policy": start.model,
-            "critic": getattr(programs.recipe, "critic_model", start.model),
+            **({} if valued is None else {"critic": valued.model}),
             **{
                 name: frozen.shape_of(one, policy=start.model)
                 for name, one in frozen_ones.items()

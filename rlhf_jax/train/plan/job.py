@@ -140,7 +140,7 @@ class Job(NamedTuple):
         )
 
     def start_of(self, config: Config) -> Pretrained:
-        """Returns --model without parameters or tokenizer, with the chips' attention."""
+        """Returns --model without parameters, with the attention of the chips."""
         start, placed = config.start, config.placement.policy
         shape = _shape(config)
         layout.refuse_context(start.attention, context=placed.context, model=shape)
