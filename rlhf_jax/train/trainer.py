@@ -31,6 +31,7 @@ from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.runs import alarms, folder, report, run
 from rlhf_jax.runs.object_storage import mirror
+from rlhf_jax.runs.report import Role
 from rlhf_jax.train import shapes
 from rlhf_jax.train.build import Meshes, Models, build
 from rlhf_jax.train.conclusion import conclude, verify
@@ -364,38 +365,23 @@ def tell(
     meshes: Meshes,
 ) -> None:
     """Prints the models and the attention engine of a run."""
-    critic = models.train.critic if models.critic is None else models.critic.params
-    valued = models.recipe.critic
-    reference = None if models.reference is models.base else models.reference
-    # Reward models come first in `beside`, where snapshots number them.
-    named = dict(zip(models.beside, config.rewards.model_names, strict=False))
-    beside = {named.get(name, name): one for name, one in models.beside.items()}
-    frozen_ones = dict(beside)
-    if reference is not None:
-        frozen_ones["reference"] = reference
-    # A reward model may have another architecture.
-    rewards = dict(zip(config.rewards.model_names, models.reward_shapes, strict=True))
-    apart = meshes.sampler is not meshes.policy
-    report.model_table(
-        [
-            ("policy", models.train.policy, True),
-            *([("critic", critic, True)] if config.critic is not None else []),
-            ("reference", None if reference is None else reference.stored, False),
-            *((name, one.stored, False) for name, one in beside.items()),
-            *([("sampler", None, True)] if apart else []),
-        ],
-        models={
-            "policy": start.model,
-            **({} if valued is None else {"critic": valued.model}),
-            **{
-                name: frozen.shape_of(one, policy=start.model)
-                for name, one in frozen_ones.items()
-                if name not in rewards
-            },
-            **rewards,
-        },
-        meshes={"sampler": meshes.sampler} if apart else {},
-    )
+    policy, train = start.model, models.train
+    roles = [Role("policy", train.policy, policy, trained=True)]
+    if (critic := models.recipe.critic) is not None:
+        valued = train.critic if models.critic is None else models.critic.params
+        roles.append(Role("critic", valued, critic.model, trained=True))
+    roles.append(Role("reference", None))
+    if models.reference is not None and models.reference is not models.base:
+        shape = frozen.shape_of(models.reference, policy=policy)
+        roles[-1] = Role("reference", models.reference.stored, shape)
+    rewards = zip(config.rewards.model_names, models.reward_models, strict=True)
+    roles += [Role(name, one.frozen.stored, one.model) for name, one in rewards]
+    # Reward models come first in `beside`.
+    for name, one in [*models.beside.items()][len(models.rewards) :]:
+        roles.append(Role(name, one.stored, frozen.shape_of(one, policy=policy)))
+    if meshes.sampler is not meshes.policy:
+        roles.append(Role("sampler", None, mesh=meshes.sampler))
+    report.model_table(roles)
     report.engine(start.model, columns=columns, mesh=meshes.policy)
 
 

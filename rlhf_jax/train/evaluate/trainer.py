@@ -27,6 +27,7 @@ from rlhf_jax.roles.rewards import verifiers
 from rlhf_jax.runs import command_line, folder, lock, metrics, report, run
 from rlhf_jax.runs.object_storage import mirror
 from rlhf_jax.runs.proof import run_files
+from rlhf_jax.runs.report import Role
 from rlhf_jax.train.evaluate import responses, results, scoring
 from rlhf_jax.train.evaluate.episodes import begin_episodes
 from rlhf_jax.train.evaluate.options import Config
@@ -152,8 +153,7 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
             # A reward or judge that fails at once leaves no run folder.
             unscored.callback(empty, job.folder)
         report.model_table(
-            [(name, model.stored, False) for name, model in beside.items()],
-            models=shapes,
+            [Role(name, one.stored, shapes[name]) for name, one in beside.items()]
         )
         for step in stage.steps():
             batch = evaluation.batch(step, guard=stage.user_code)

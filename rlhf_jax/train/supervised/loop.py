@@ -30,6 +30,7 @@ from rlhf_jax.functional.masked import Stats
 from rlhf_jax.roles.reference import drift, frozen
 from rlhf_jax.runs import alarms, folder, metrics, plots, report, run
 from rlhf_jax.runs.object_storage import mirror
+from rlhf_jax.runs.report import Role
 from rlhf_jax.train.config.watch import WatchTexts
 from rlhf_jax.train.reading import read_texts, receipt_of
 from rlhf_jax.train.supervised.build import build, check_memory
@@ -192,20 +193,11 @@ def tell(
     task: Task[Any], session: Session, initial: SupervisedState, *, columns: int
 ) -> None:
     """Prints the models and the attention engine of a run."""
-    beside = session.models.beside
-    report.model_table(
-        [
-            (task.role, initial.params, True),
-            *((name, model.stored, False) for name, model in beside.items()),
-        ],
-        models={
-            task.role: session.start.model,
-            **{
-                name: frozen.shape_of(model, policy=session.start.model)
-                for name, model in beside.items()
-            },
-        },
-    )
+    policy, beside = session.start.model, session.models.beside
+    roles = [Role(task.role, initial.params, policy, trained=True)]
+    for name, model in beside.items():
+        roles.append(Role(name, model.stored, frozen.shape_of(model, policy=policy)))
+    report.model_table(roles)
     report.engine(session.start.model, columns=columns, mesh=session.mesh)
 
 
