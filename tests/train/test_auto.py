@@ -148,7 +148,7 @@ def test_rows_of_a_cache_that_has_no_room_are_decoded_in_turns(monkeypatch):
     """As if every layout had room for eight rows."""
     tried = []
 
-    def placed(config, models, **known):
+    def placed(config, models, among, **known):
         rows = models.recipe.continuous_batching or config.batch.batch_size
         tried.append(rows)
         assert known["prompt"] == 6
