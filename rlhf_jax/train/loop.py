@@ -288,13 +288,14 @@ def improve(
                 lifecycle=moves,
             )
             stage.state["reference"] = reference
+        waits = sampler.seconds() | ({} if queue is None else queue.waits.read())
         stage.end_step(
             step,
             learned | stats,
             samples,
             positions=positions,
             texts=[(rollout.mask, rollout.response_mask)],
-            waits=sampler.seconds() | ({} if queue is None else queue.waits.read()),
+            waits=waits or None,
         )
 
 
