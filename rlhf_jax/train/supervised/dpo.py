@@ -162,12 +162,10 @@ class Learner(Task[Config]):
         """Returns the tokens of a pair, both texts end to end, or of a packed row."""
         return self.config.data.row_width or 2 * super().row_columns(start)
 
-    def encode(
-        self, rows: list[Row], *, start: Pretrained, mesh: Mesh, receipts: Receipts
-    ) -> Data:
+    def encode(self, rows: list[Row], *, mesh: Mesh, receipts: Receipts) -> Data:
         """Encodes rows of one pair, or of as many pairs as fit."""
         del receipts
-        config = self.config
+        config, start = self.config, self.described
         self._training, self._others = preferences.encode(
             rows, config=config, start=start, receipt=self._receipt
         )

@@ -57,10 +57,9 @@ def main(task: Task[Any]) -> None:
     if config.check_memory:
         check_memory(task, mesh=mesh)
     # Errors in the user's files are found before a weight is read.
-    start, texts = task.described, {}
-    data = task.encode(rows, start=start, mesh=mesh, receipts=receipts)
+    data, texts = task.encode(rows, mesh=mesh, receipts=receipts), {}
     if isinstance(config.watch, WatchTexts):
-        texts = read_texts(config.watch, start, receipts=receipts)
+        texts = read_texts(config.watch, task.described, receipts=receipts)
     processes.agree(
         f"the {task.called}", digests.of_tokens([*data.trained_on, *data.held_out])
     )

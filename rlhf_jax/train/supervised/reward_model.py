@@ -146,11 +146,10 @@ class RewardModel(Task[Config]):
         self._receipt = receipts.source("--data", path, called="pairs")
         return files.read_preferences(path, receipt=self._receipt)
 
-    def encode(
-        self, rows: list[Row], *, start: Pretrained, mesh: Mesh, receipts: Receipts
-    ) -> Data:
+    def encode(self, rows: list[Row], *, mesh: Mesh, receipts: Receipts) -> Data:
         """Encodes the pairs, and the prompts or texts for normalising the scores."""
         config, data, receipt = self.config, self.config.data, self._receipt
+        start = self.described
         everything = encoding.encode_preferences(
             start.contract(receipt),
             rows,

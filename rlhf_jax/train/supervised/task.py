@@ -111,9 +111,7 @@ class Task(abc.ABC, Generic[Config]):
         return self.config.start.model
 
     @abc.abstractmethod
-    def encode(
-        self, rows: Any, *, start: Pretrained, mesh: Mesh, receipts: Receipts
-    ) -> Data:
+    def encode(self, rows: Any, *, mesh: Mesh, receipts: Receipts) -> Data:
         """Encodes the rows as batches."""
 
     def trained(self, start: Pretrained, key: Array) -> Params:
