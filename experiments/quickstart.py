@@ -124,14 +124,11 @@ def improve(
     )
     report.model_table(
         [
-            ("policy", initial.policy, True),
-            ("critic", initial.critic, True),
-            ("reference", reference.stored, False),
-            ("reward model", scorer.stored, False),
-        ],
-        models=dict.fromkeys(
-            ("policy", "critic", "reference", "reward model"), algorithm.model
-        ),
+            report.Role("policy", initial.policy, algorithm.model, trained=True),
+            report.Role("critic", initial.critic, algorithm.model, trained=True),
+            report.Role("reference", reference.stored, algorithm.model),
+            report.Role("reward model", scorer.stored, algorithm.model),
+        ]
     )
     sample = jax.jit(functools.partial(ppo.sample, recipe=algorithm))
     # The reward is an argument: a closure would bake its parameters into the program.

@@ -56,4 +56,4 @@ def target_of(config, options):
 def work_of(name, *words, **options):
     """The workload of `parsed`."""
     config, chosen = parsed(name, *words, **options)
-    return job.workload_of(config, chosen, target=target_of(config, chosen))
+    return job.Job(chosen, target_of(config, chosen)).workload_of(config)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax.algorithms.batch import Prompts
+from rlhf_jax.algorithms.batch import Prompts, Request
 from rlhf_jax.algorithms.grpo import GRPO
 from rlhf_jax.environments import answers, episodes
 from rlhf_jax.environments.answers import Answer
@@ -165,12 +165,7 @@ def prompt_columns_read(programs):
 
 
 def draw(sampler, params):
-    return sampler(
-        params,
-        prompts=prompts(),
-        key=jax.random.key(7),
-        version=jnp.int32(3),
-    )
+    return sampler(params, Request(prompts(), jax.random.key(7), jnp.int32(3)))
 
 
 def drawn(model, params, pool, **options):

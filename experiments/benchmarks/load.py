@@ -26,6 +26,8 @@ import numpy as np
 import tyro
 
 from benchmarks import reading
+from rlhf_jax.data.lengths import Limits
+from rlhf_jax.data.text import TextContract
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import folder
 from rlhf_jax.runs import report as tables
@@ -115,7 +117,9 @@ def read_prompts(place: Path) -> dict[str, float]:
     from rlhf_jax.data import batches, digests, encoding, files
 
     rows = files.read_prompts(place / "prompts.jsonl")
-    _, prompts = encoding.encode_prompts(reading.words(), rows, max_length=64)
+    _, prompts = encoding.encode_prompts(
+        TextContract(reading.words()), rows, limits=Limits(64)
+    )
     digests.of_tokens(prompts)
     made = batches.prompt_batches(prompts, batch_size=16, seed=0, pad_id=0)
     return {"shape": float(made[0].tokens.shape[0])}

@@ -30,6 +30,8 @@ import transformers
 import tyro
 
 from rlhf_jax.data import batches, digests, encoding, files, packing, splits, unpaired
+from rlhf_jax.data.lengths import Limits
+from rlhf_jax.data.text import TextContract
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import report
@@ -121,17 +123,17 @@ def measured(path: Path, *, chat: bool) -> tuple[Seconds, Seconds]:
         wall[stage] = time.perf_counter() - began[1]
         return result
 
-    longest: Any = {"max_length": LONGEST}
+    contract, limits = TextContract(tokenizer), Limits(LONGEST)
     shuffled: Any = {"batch_size": 16, "seed": 0, "pad_id": 0}
     rows = run("read prompts", lambda: files.read_prompts(path))
     _, prompts = run(
-        "encode prompts", lambda: encoding.encode_prompts(tokenizer, rows, **longest)
+        "encode prompts", lambda: encoding.encode_prompts(contract, rows, limits=limits)
     )
     run("batches of prompts", lambda: batches.prompt_batches(prompts, **shuffled)[0])
     rows = run("read demonstrations", lambda: files.read_demonstrations(path))
     examples = run(
         "encode demonstrations",
-        lambda: encoding.encode_demonstrations(tokenizer, rows, **longest),
+        lambda: encoding.encode_demonstrations(contract, rows, limits=limits),
     )
     run("digest", lambda: digests.of_tokens(examples))
     run("hold out", lambda: splits.hold_out(examples, share=0.05, seed=0))
@@ -143,7 +145,7 @@ def measured(path: Path, *, chat: bool) -> tuple[Seconds, Seconds]:
     rows = run("read preferences", lambda: files.read_preferences(path))
     pairs = run(
         "encode preferences",
-        lambda: encoding.encode_preferences(tokenizer, rows, **longest),
+        lambda: encoding.encode_preferences(contract, rows, limits=limits),
     )
     run("pack preferences", lambda: packing.pack(pairs, width=4 * WIDTH))
     labelled = [
@@ -152,7 +154,7 @@ def measured(path: Path, *, chat: bool) -> tuple[Seconds, Seconds]:
     ]
     texts = run(
         "encode and pair labelled",
-        lambda: unpaired.encode_labelled(tokenizer, labelled, seed=0, **longest),
+        lambda: unpaired.encode_labelled(contract, labelled, limits=limits, seed=0),
     )
     run("group labelled by prompt", lambda: splits.by_prompt(texts))
     return cpu, wall

@@ -53,6 +53,15 @@ class Prompts:
 
 
 @flax.struct.dataclass
+class Request:
+    """Asks a sampler for responses to prompts."""
+
+    prompts: Prompts
+    key: Array  # of the step that learns from the responses
+    version: Array | None = None  # i32[], `TrainState.step`; None stamps no token
+
+
+@flax.struct.dataclass
 class Rollout:
     """Prompts with sampled responses, as the sampler saw them.
 

@@ -21,6 +21,7 @@ from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import hub, tokenization
 from rlhf_jax.devices import moving
 from rlhf_jax.devices.placement import WITH_POLICY, Place
+from rlhf_jax.devices.sharding import shardings
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.errors import InputError, located
 from rlhf_jax.models import layout
@@ -113,36 +114,90 @@ class RewardModel(NamedTuple):
     frozen: Frozen
 
 
-def load_reference(
-    path_or_repo_id: str | None,
-    *,
-    policy: Pretrained,
-    storage: Storage,
-    place: Place = WITH_POLICY,
-    mesh: Mesh | None = None,
-    sharding: Any = None,
-    load: Load = hf.load,
-    option: str = "--reference",
-) -> Frozen:
-    """Freezes the initial policy (None), or a checkpoint that can score its tokens.
+class Loader(NamedTuple):
+    """Loads the other models of a run, which must read its policy's tokens.
 
-    Args:
-      path_or_repo_id: folder or hub id; None copies the policy's parameters.
-      mesh: the policy's mesh; only needed if `place` is apart from the policy.
-      sharding: how a checkpoint is sharded when it is read, as for `hf.load`.
-      option: the option that names the checkpoint, for errors.
-
-    Raises:
-      InputError: the checkpoint is missing, has other token ids, a smaller vocabulary
-        or a shorter context, or the place is not available.
+    Raises InputError for a checkpoint that is missing, has other token ids, a smaller
+    vocabulary or (a reference or critic) a shorter context, and for a place that is not
+    available.
     """
-    if path_or_repo_id is None:
-        return storage.freeze(policy.params, place=place, policy=mesh)
-    with located(option, hub.NoCheckpoint):
-        model, params = load(path_or_repo_id, dtype="float32", sharding=sharding)
-    _check_tokens(path_or_repo_id, model=model, policy=policy, role="reference")
-    shape = reference_shape(model, policy=policy)
-    return storage.freeze(params, place=place, policy=mesh, model=shape)
+
+    policy: Pretrained
+    mesh: Mesh | None = None  # the policy's; None is one device
+    model: Load = hf.load
+    reward: Load = hf.load_reward
+
+    def reference(
+        self,
+        path_or_repo_id: str | None,
+        *,
+        storage: Storage,
+        place: Place = WITH_POLICY,
+        option: str = "--reference",
+    ) -> Frozen:
+        """Freezes the policy's parameters (None), or those of a checkpoint.
+
+        Args:
+          path_or_repo_id: folder or hub id.
+          option: the option that names the checkpoint, for errors.
+        """
+        if path_or_repo_id is None:
+            return storage.freeze(self.policy.params, place=place, policy=self.mesh)
+        with located(option, hub.NoCheckpoint):
+            model, params = self._read(self.model, path_or_repo_id, self.mesh)
+        _check_tokens(
+            path_or_repo_id, model=model, policy=self.policy, role="reference"
+        )
+        shape = reference_shape(model, policy=self.policy)
+        return storage.freeze(params, place=place, policy=self.mesh, model=shape)
+
+    def critic(
+        self, path_or_repo_id: str, *, mesh: Mesh | None = None
+    ) -> tuple[ModelConfig, Params]:
+        """Loads a critic on the trunk of a language model of any shape.
+
+        Args:
+          mesh: the critic's.
+
+        Returns:
+          Its shape, with the policy's compute options, and its trainable parameters;
+          values start at 0.
+        """
+        with located("--critic.start", hub.NoCheckpoint):
+            model, params = self._read(self.model, path_or_repo_id, mesh)
+        _check_tokens(path_or_repo_id, model=model, policy=self.policy, role="critic")
+        shape = run_beside_policy(model, policy=self.policy)
+        return shape, critic.from_policy(params, model=shape)
+
+    def reward_model(
+        self, path_or_repo_id: str, *, storage: Storage, place: Place = WITH_POLICY
+    ) -> RewardModel:
+        """Freezes a reward model."""
+        with located("--reward-model", hub.NoCheckpoint):
+            model, params = self._read(self.reward, path_or_repo_id, self.mesh)
+        _check_tokens(
+            path_or_repo_id,
+            model=model,
+            policy=self.policy,
+            role="reward model",
+            fields=["vocab_size"],
+            instead="take one that `rlhf-jax reward-model` trained on top of this "
+            "policy",
+        )
+        # A critic that starts from the reward model takes this shape and its options.
+        return RewardModel(
+            run_beside_policy(model, policy=self.policy),
+            storage.freeze(params, place=place, policy=self.mesh),
+        )
+
+    def trainable_reward(self, path_or_repo_id: str, *, mesh: Mesh) -> Params:
+        """Returns the parameters of a reward model, for a critic to start from."""
+        return self._read(self.reward, path_or_repo_id, mesh)[1]
+
+    @staticmethod
+    def _read(load: Load, path: str, mesh: Mesh | None) -> tuple[ModelConfig, Params]:
+        over = None if mesh is None else functools.partial(shardings, mesh=mesh)
+        return load(path, dtype="float32", sharding=over)
 
 
 def reference_shape(model: ModelConfig, *, policy: Pretrained) -> ModelConfig | None:
@@ -251,65 +306,6 @@ def run_beside_policy(model: ModelConfig, *, policy: Pretrained) -> ModelConfig:
             attention=policy.model.attention,
         ),
         backend=policy.backend,
-    )
-
-
-def load_critic(
-    path_or_repo_id: str,
-    *,
-    policy: Pretrained,
-    sharding: Any = None,
-    load: Load = hf.load,
-) -> tuple[ModelConfig, Params]:
-    """Loads a critic on the trunk of a language model of any shape; values start at 0.
-
-    The arguments are those of `load_reference`.
-
-    Returns:
-      Its shape, with the policy's compute options, and its trainable parameters.
-
-    Raises:
-      InputError: the checkpoint cannot be read, or has other tokens than the policy.
-    """
-    with located("--critic.start", hub.NoCheckpoint):
-        model, params = load(path_or_repo_id, dtype="float32", sharding=sharding)
-    _check_tokens(path_or_repo_id, model=model, policy=policy, role="critic")
-    shape = run_beside_policy(model, policy=policy)
-    return shape, critic.from_policy(params, model=shape)
-
-
-def load_reward_model(
-    path_or_repo_id: str,
-    *,
-    policy: Pretrained,
-    storage: Storage,
-    place: Place = WITH_POLICY,
-    mesh: Mesh | None = None,
-    sharding: Any = None,
-    load: Load = hf.load_reward,
-) -> RewardModel:
-    """Loads a reward model, which must have the policy's tokens.
-
-    The arguments are those of `load_reference`.
-
-    Raises:
-      InputError: the checkpoint is missing, has another vocabulary, or the place is not
-        available.
-    """
-    with located("--reward-model", hub.NoCheckpoint):
-        model, params = load(path_or_repo_id, dtype="float32", sharding=sharding)
-    _check_tokens(
-        path_or_repo_id,
-        model=model,
-        policy=policy,
-        role="reward model",
-        fields=["vocab_size"],
-        instead="take one that `rlhf-jax reward-model` trained on top of this policy",
-    )
-    # A critic that starts from the reward model takes this shape and its options.
-    return RewardModel(
-        run_beside_policy(model, policy=policy),
-        storage.freeze(params, place=place, policy=mesh),
     )
 
 

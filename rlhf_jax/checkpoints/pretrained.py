@@ -28,6 +28,7 @@ from rlhf_jax.data import (
     tokenization,
 )
 from rlhf_jax.data.examples import Text
+from rlhf_jax.data.lengths import Limits
 from rlhf_jax.data.receipts import Receipt, items
 from rlhf_jax.data.text import TextContract
 from rlhf_jax.devices import processes
@@ -61,10 +62,9 @@ class Pretrained(NamedTuple):
         """The id that pads rows."""
         return tokenization.pad_token_id(self.tokenizer)
 
-    @property
-    def contract(self) -> TextContract:
-        """The text contract of this tokenizer and model."""
-        return TextContract(self.tokenizer, stop_ids=self.stop_ids)
+    def contract(self, receipt: Receipt | None = None) -> TextContract:
+        """Returns the text contract of this tokenizer and model."""
+        return TextContract(self.tokenizer, stop_ids=self.stop_ids, receipt=receipt)
 
     @property
     def meta(self) -> dict[str, list[list[int]]]:
@@ -303,21 +303,14 @@ def read_examples(
     Raises:
       InputError: the file is unreadable or empty, or no row is short enough.
     """
-    longest = start.limit(max_length)
+    longest, contract = start.limit(max_length), start.contract(receipt)
     if formats.is_text(source):
         text = json_lines.read_text(source)
-        return [
-            *encoding.encode_text(
-                start.tokenizer, text, block_size=longest, receipt=receipt
-            )
-        ]
+        return [*encoding.encode_text(contract, text, block_size=longest)]
     return encoding.encode_demonstrations(
-        start.tokenizer,
+        contract,
         files.read_demonstrations(source, receipt=receipt),
-        max_length=longest,
-        stop_ids=start.stop_ids,
-        overlong="drop",
-        receipt=receipt,
+        limits=Limits(longest, overlong="drop"),
     )
 
 

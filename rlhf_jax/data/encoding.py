@@ -2,108 +2,75 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rlhf_jax.data import json_lines, lengths
 from rlhf_jax.data.examples import Episode, Example, Pair, Text, Tokens
 from rlhf_jax.data.json_lines import Row
-from rlhf_jax.data.lengths import Overlong
-from rlhf_jax.data.receipts import Receipt
+from rlhf_jax.data.lengths import Limits
 from rlhf_jax.data.text import Question, TextContract, Written, messages, read_question
 from rlhf_jax.data.text.messages import AssistantTurns
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import progress
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 def encode_prompts(
-    tokenizer: PreTrainedTokenizerBase,
+    contract: TextContract,
     rows: Sequence[Row],
     *,
-    max_length: int,
+    limits: Limits,
     field: str = "prompt",
-    stop_ids: Sequence[int] | None = None,
-    overlong: Overlong = "error",
-    widest: int | None = None,
-    more: str = "allow more",
     questions: Sequence[Question] | None = None,
-    receipt: Receipt | None = None,
 ) -> tuple[list[Row], list[Tokens]]:
     """Encodes prompts; returns the rows whose prompts fit, and their tokens.
 
     Args:
-      max_length: the most tokens, the context less the room for the response.
-      stop_ids: tokens that end a response, which no text of a prompt becomes; None is
-        the tokenizer's EOS.
-      overlong: whether a longer prompt is an error or left out.
-      widest: tokens of the largest bucket; None is no bucket.
-      more: what the errors advise to allow longer prompts.
+      contract: how text becomes tokens; its receipt records the rows that are left out.
+      limits: on a prompt: the context less the room for the response.
       questions: the prompts of the rows; None reads them from `field`.
-      receipt: records the rows that are left out.
 
     Raises:
-      InputError: a prompt is empty, longer than `max_length` (with overlong="error") or
-        than `widest`; none is left; or a prompt has messages and the tokenizer no
-        template. Names the row's file and line.
+      InputError: a prompt is empty or beyond its limits; none is left; or a prompt has
+        messages and the tokenizer no template. Names the row's file and line.
     """
-    contract = TextContract(tokenizer, stop_ids=stop_ids, receipt=receipt)
     if questions is None:
         questions = _questions(rows, field=field)
-    places, prompts = _places(rows), contract.prompts(questions)
-    for tokens, where, row in zip(prompts, places, rows, strict=True):
+    prompts = contract.prompts(questions)
+    for tokens, where, row in zip(prompts, _places(rows), rows, strict=True):
         lengths.check_prompt(tokens, where=where, of=row[field])
-    fits = lengths.fits(
-        [len(tokens) for tokens in prompts],
-        texts=[row[field] for row in rows],
-        places=places,
-        max_length=max_length,
-        overlong=overlong,
-        widest=widest,
-        more=more,
-        receipt=receipt,
-    )
+    fits = _fitting(map(len, prompts), rows, field, contract=contract, limits=limits)
     return [rows[i] for i in fits], [prompts[i] for i in fits]
 
 
 def encode_demonstrations(
-    tokenizer: PreTrainedTokenizerBase,
+    contract: TextContract,
     rows: Sequence[Row],
     *,
-    max_length: int,
+    limits: Limits,
     prompt: str = "prompt",
     response: str = "response",
-    stop_ids: Sequence[int] | None = None,
     assistant_turns: AssistantTurns = "last",
-    overlong: Overlong = "error",
-    widest: int | None = None,
-    receipt: Receipt | None = None,
 ) -> list[Text]:
-    """Encodes examples of at most `max_length` tokens, prompt and response together.
+    """Encodes examples, a prompt and a response each.
 
     Args:
+      contract, limits: as in `encode_prompts`, with limits on a whole example.
       prompt, response: fields with texts or messages.
-      stop_ids: tokens that end a response; a response without one gets the first. None
-        is the tokenizer's EOS.
       assistant_turns: which turns of the assistant are learned in a conversation: the
         last, all, or only marked ones. A mark of a message (`weight`, `train` or
         `loss_mask`, 0 or 1) takes precedence.
-      widest: tokens of the largest bucket or of a packed row; None is no such limit.
-      receipt: records the rows that are left out.
 
     Returns:
       Examples; an `Episode` if several turns of a conversation are learned.
 
     Raises:
-      InputError: an example is longer than `max_length` (with overlong="error") or than
-        `widest`; none is left; or the text contract rejects one. Names the row's file
-        and line.
+      InputError: an example is beyond the limits; none is left; or the text contract
+        rejects one. Names the row's file and line.
     """
-    contract = TextContract(tokenizer, stop_ids=stop_ids, receipt=receipt)
     questions = _questions(rows, field=prompt)
     written = [row[response] for row in rows]
     examples = contract.examples(
@@ -114,31 +81,20 @@ def encode_demonstrations(
             for question, text in zip(questions, written, strict=True)
         ],
     )
-    fits = lengths.fits(
-        [example.length for example in examples],
-        texts=[row[prompt] for row in rows],
-        places=_places(rows),
-        max_length=max_length,
-        overlong=overlong,
-        widest=widest,
-        receipt=receipt,
-    )
+    sizes = [example.length for example in examples]
+    fits = _fitting(sizes, rows, prompt, contract=contract, limits=limits)
     return [examples[i] for i in fits]
 
 
 def encode_episodes(
-    tokenizer: PreTrainedTokenizerBase,
+    contract: TextContract,
     rows: Sequence[Row],
     *,
-    max_length: int,
+    limits: Limits,
     prompt: str = "prompt",
     turns: str = "turns",
-    stop_ids: Sequence[int] | None = None,
-    overlong: Overlong = "error",
-    widest: int | None = None,
-    receipt: Receipt | None = None,
 ) -> list[Episode]:
-    """Encodes demonstrations of several turns, of at most `max_length` tokens.
+    """Encodes demonstrations of several turns.
 
         {"prompt": "3+4+5⏎", "turns": ["calc: 3+4", "⏎7⏎", "calc: 7+5", "⏎12⏎", "= 12"]}
 
@@ -151,7 +107,6 @@ def encode_episodes(
 
     Other arguments and errors are as in `encode_demonstrations`.
     """
-    contract = TextContract(tokenizer, stop_ids=stop_ids, receipt=receipt)
     questions = _questions(rows, field=prompt)
     for question in questions:
         if question.is_chat:
@@ -164,36 +119,25 @@ def encode_episodes(
             begun, "episodes to tokens", total=len(rows)
         )
     ]
-    fits = lengths.fits(
-        [episode.length for episode in episodes],
-        texts=[row[prompt] for row in rows],
-        places=_places(rows),
-        max_length=max_length,
-        overlong=overlong,
-        widest=widest,
-        receipt=receipt,
-    )
+    sizes = [episode.length for episode in episodes]
+    fits = _fitting(sizes, rows, prompt, contract=contract, limits=limits)
     return [episodes[i] for i in fits]
 
 
 def encode_preferences(
-    tokenizer: PreTrainedTokenizerBase,
+    contract: TextContract,
     rows: Sequence[Row],
     *,
-    max_length: int,
+    limits: Limits,
     margin: str | None = None,
-    stop_ids: Sequence[int] | None = None,
-    overlong: Overlong = "error",
-    widest: int | None = None,
     packed: bool = False,
-    receipt: Receipt | None = None,
 ) -> list[Pair]:
-    """Encodes pairs whose prompt and longer response have at most `max_length` tokens.
+    """Encodes pairs; the limits are on the prompt with the longer response.
 
     Args:
       margin: the field with the margin, in reward units; None for no margins.
-      packed: whether a row of `widest` tokens must hold both texts of a pair, each with
-        its prompt, which must not be empty.
+      packed: whether a row of `limits.widest` tokens must hold both texts of a pair,
+        each with its prompt, which must not be empty.
 
     Other arguments are as in `encode_demonstrations`.
 
@@ -201,7 +145,6 @@ def encode_preferences(
       InputError: both responses are the same tokens, or a margin is not a finite
         number; or as `encode_demonstrations`.
     """
-    contract = TextContract(tokenizer, stop_ids=stop_ids, receipt=receipt)
     questions, places = _questions(rows, field="prompt"), _places(rows)
     for question, row in zip(questions, rows, strict=True):
         for side in ("chosen", "rejected") if question.is_chat else ():
@@ -215,20 +158,15 @@ def encode_preferences(
         _margin(where, row, margin) for where, row in zip(places, rows, strict=True)
     ]
     pairs = list(map(Pair, prompts, chosen, rejected, margins))
-    fits = lengths.fits(
-        [pair.length for pair in pairs],
-        texts=[row["prompt"] for row in rows],
-        places=places,
-        max_length=max_length,
-        overlong=overlong,
-        widest=None if packed else widest,
-        receipt=receipt,
-    )
-    if receipt is not None and margin is not None:
-        receipt.reads(margin)
+    width, sizes = limits.widest, [pair.length for pair in pairs]
+    if packed:  # then it limits the pair
+        limits = dataclasses.replace(limits, widest=None)
+    fits = _fitting(sizes, rows, "prompt", contract=contract, limits=limits)
+    if contract.receipt is not None and margin is not None:
+        contract.receipt.reads(margin)
     for i in fits:
         if packed:
-            _check_packed(pairs[i], rows[i], where=places[i], widest=widest)
+            _check_packed(pairs[i], rows[i], where=places[i], widest=width)
         if pairs[i].chosen == pairs[i].rejected:
             raise InputError(
                 f"{places[i]}: expected responses that differ in a token, got "
@@ -238,13 +176,7 @@ def encode_preferences(
     return [pairs[i] for i in fits]
 
 
-def encode_text(
-    tokenizer: PreTrainedTokenizerBase,
-    text: str,
-    *,
-    block_size: int,
-    receipt: Receipt | None = None,
-) -> list[Example]:
+def encode_text(contract: TextContract, text: str, *, block_size: int) -> list[Example]:
     """Cuts plain text into blocks of `block_size` tokens, the last one shorter.
 
         tokens   0 1 2 3 4 5 6 7      block_size = 4
@@ -258,7 +190,7 @@ def encode_text(
     Raises:
       InputError: the text or the block size has fewer than two tokens.
     """
-    tokens = TextContract(tokenizer).written(text, special=False)
+    tokens = contract.written(text, special=False)
     checks.within(
         least=2,
         advice="the first token is never predicted",
@@ -268,9 +200,22 @@ def encode_text(
         Example((), tokens[start : start + block_size])
         for start in range(0, len(tokens) - 1, block_size - 1)
     ]
-    if receipt is not None:
-        receipt.text(len(blocks), size=block_size)
+    if contract.receipt is not None:
+        contract.receipt.text(len(blocks), size=block_size)
     return blocks
+
+
+def _fitting(
+    sizes: Iterable[int],
+    rows: Sequence[Row],
+    field: str,
+    *,
+    contract: TextContract,
+    limits: Limits,
+) -> list[int]:
+    """Returns the indices of the rows within the limits; errors show the `field`."""
+    texts, receipt = [row[field] for row in rows], contract.receipt
+    return limits.fitting([*sizes], texts=texts, places=_places(rows), receipt=receipt)
 
 
 def _places(rows: Sequence[Row]) -> list[str]:

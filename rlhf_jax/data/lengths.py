@@ -1,7 +1,8 @@
-"""Checks the lengths of encoded rows; errors name the rows that are too long."""
+"""Limits on the tokens of rows; errors name the rows that are too long."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
@@ -11,50 +12,57 @@ from rlhf_jax.functional.checks import InputError
 Overlong = Literal["error", "drop"]
 
 
-def fits(
-    lengths: Sequence[int],
-    *,
-    texts: Sequence[object],
-    places: Sequence[str],
-    max_length: int,
-    overlong: Overlong,
-    widest: int | None,
-    more: str = "allow more",
-    receipt: Receipt | None = None,
-) -> list[int]:
-    """Returns the indices of the rows that have at most `max_length` tokens.
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The most tokens of a row, and what becomes of longer rows."""
 
-    Args:
-      lengths: tokens of each row.
-      texts, places: the text of each row and its file and line, for errors.
-      widest: tokens of the largest bucket or of a packed row; None is no such limit.
-      more: what the errors advise to allow longer rows.
-      receipt: records the rows that are left out.
+    max_length: int
+    """Most tokens of a row, prompt and response together."""
+    overlong: Overlong = "error"
+    """Whether a longer row is an error or left out."""
+    widest: int | None = None
+    """Tokens of the largest bucket or of a packed row; None is no such limit. A row
+    beyond it is an error."""
+    more: str = "allow more"
+    """What errors advise to allow longer rows."""
 
-    Raises:
-      InputError: a row is too long, or no row fits.
-    """
-    fits = [i for i, length in enumerate(lengths) if length <= max_length]
-    for row, length in enumerate(lengths):
-        where = places[row]
-        if overlong == "error":
-            remedy = f"shorten it, {more}, or leave out what is too long by"
-            remedy += " --overlong drop (in Python overlong='drop')"
-            check(length, max_length, where=where, of=texts[row], remedy=remedy)
-        if widest is not None and length <= max_length:
-            holds = ", the largest bucket or the width of a packed row"
-            remedy = "add a larger bucket, make rows wider, or remove the row"
-            check(
-                length, widest, where=where, holds=holds, of=texts[row], remedy=remedy
+    def fitting(
+        self,
+        lengths: Sequence[int],
+        *,
+        texts: Sequence[object],
+        places: Sequence[str],
+        receipt: Receipt | None = None,
+    ) -> list[int]:
+        """Returns the indices of the rows that have at most `max_length` tokens.
+
+        Args:
+          lengths: tokens of each row.
+          texts, places: the text of each row and its file and line, for errors.
+          receipt: records the rows that are left out.
+
+        Raises:
+          InputError: a row is too long, or no row fits.
+        """
+        longest, widest = self.max_length, self.widest
+        fits = [i for i, length in enumerate(lengths) if length <= longest]
+        for length, where, of in zip(lengths, places, texts, strict=True):
+            if self.overlong == "error":
+                remedy = f"shorten it, {self.more}, or leave out what is too long by"
+                remedy += " --overlong drop (in Python overlong='drop')"
+                check(length, longest, where=where, of=of, remedy=remedy)
+            if widest is not None and length <= longest:
+                holds = ", the largest bucket or the width of a packed row"
+                remedy = "add a larger bucket, make rows wider, or remove the row"
+                check(length, widest, where=where, holds=holds, of=of, remedy=remedy)
+            if receipt is not None and length > longest:
+                receipt.drop(f"longer than {longest} tokens", where=where)
+        if not fits:
+            raise InputError(
+                f"expected a row of at most {longest} tokens, got {len(lengths)} rows,"
+                f" the shortest with {min(lengths)}; {self.more}"
             )
-        if receipt is not None and length > max_length:
-            receipt.drop(f"longer than {max_length} tokens", where=where)
-    if not fits:
-        raise InputError(
-            f"expected a row of at most {max_length} tokens, got {len(lengths)} rows,"
-            f" the shortest with {min(lengths)}; {more}"
-        )
-    return fits
+        return fits
 
 
 def check(

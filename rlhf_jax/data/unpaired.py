@@ -10,9 +10,9 @@ with one of these, so that the loss of a packed row needs no other row:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,13 +20,10 @@ from rlhf_jax.data import encoding, files, json_lines, lengths, splits
 from rlhf_jax.data.examples import Example, Labelled, Tokens
 from rlhf_jax.data.files import Blank, Reading
 from rlhf_jax.data.json_lines import Row
-from rlhf_jax.data.lengths import Overlong
+from rlhf_jax.data.lengths import Limits
 from rlhf_jax.data.receipts import Receipt
-from rlhf_jax.data.text import messages
+from rlhf_jax.data.text import TextContract, messages
 from rlhf_jax.functional.checks import InputError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 MISMATCHED = "the response to another prompt, beside a text, that is too long for it"
 
@@ -79,23 +76,15 @@ def read_labelled(
 
 
 def encode_labelled(
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[Row],
-    *,
-    max_length: int,
-    seed: int,
-    stop_ids: Sequence[int] | None = None,
-    overlong: Overlong = "error",
-    widest: int | None = None,
-    receipt: Receipt | None = None,
+    contract: TextContract, rows: Sequence[Row], *, limits: Limits, seed: int
 ) -> list[Labelled]:
-    """Encodes texts of at most `max_length` tokens, with responses to other prompts.
+    """Encodes texts, with responses to other prompts.
 
     Args:
       rows: from `read_labelled`.
       seed: of the cyclic order, in which a text gets the next response to another
         prompt.
-      widest: tokens of a packed row, which holds the prompt twice; None is no limit.
+      limits: `widest` is the width of a packed row, which holds the prompt twice.
 
     Other arguments are as in `encoding.encode_demonstrations`.
 
@@ -104,6 +93,7 @@ def encode_labelled(
         the same tokens, or a row of `widest` tokens does not hold a text with its
         prompt twice.
     """
+    widest, of_one = limits.widest, dataclasses.replace(limits, widest=None)
     for index, row in enumerate(rows):
         if not isinstance(row["prompt"], str):
             turns = [*row["prompt"], *messages.as_turn(row["completion"])]
@@ -112,13 +102,10 @@ def encode_labelled(
         (Example(example.prompt, example.response), label)
         for label in (True, False)
         for example in encoding.encode_demonstrations(
-            tokenizer,
+            contract,
             [row for row in rows if row["label"] is label],
-            max_length=max_length,
+            limits=of_one,
             response="completion",
-            stop_ids=stop_ids,
-            overlong=overlong,
-            receipt=receipt,
         )
     ]
     prompts = splits.numbered(example.prompt for example, _ in texts)
@@ -135,7 +122,7 @@ def encode_labelled(
     }
     labelled = []
     for place, ((prompt, completion), label) in enumerate(texts):
-        room = max_length - len(prompt)
+        room = limits.max_length - len(prompt)
         if widest is not None:
             size = 2 * len(prompt) + len(completion)
             room = min(room, widest - size)
@@ -147,8 +134,8 @@ def encode_labelled(
                 " another response",
                 remedy="make rows wider, or remove such texts",
             )
-        if receipt is not None and room < len(others[place]):
-            receipt.cut(MISMATCHED)
+        if contract.receipt is not None and room < len(others[place]):
+            contract.receipt.cut(MISMATCHED)
         labelled.append(Labelled(prompt, completion, others[place][:room], label))
     return labelled
 

@@ -212,7 +212,7 @@ def run(options: Options) -> None:
         ref_params,
         model=policy.model,
         ref_model=ref_model,
-        tokens=policy.contract.written(text),
+        tokens=policy.contract().written(text),
         decode=functools.partial(tokenization.decode, policy.tokenizer),
         temperature=options.temperature,
         alternatives=options.alternatives,

@@ -25,6 +25,7 @@ from rlhf_jax.runs.profile import Window, profiler
 from rlhf_jax.runs.profile.profiler import Profiled, Text
 
 if TYPE_CHECKING:
+    from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
     from rlhf_jax.runs.profile.trace import Times
 
 Flops = Callable[[Sequence[Text]], dict[str, float]]
@@ -35,27 +36,20 @@ UNNAMED = "device work"  # the only row if a trace names less than half of the w
 def policy_gradient_flops(
     texts: Sequence[Text],
     *,
-    model: ModelConfig,
-    num_epochs: int,
-    group_size: int,
-    trained: float = 1.0,
+    recipe: PolicyGradient,
     adapters: Any | None = None,
     references: Sequence[ModelConfig] = (),
     rewards: Sequence[ModelConfig] = (),
-    critic: ModelConfig | None = None,
-    shared_trunk: bool = False,
 ) -> dict[str, float]:
     """Model FLOPs of an iteration by scope.
 
     Args:
       texts: prompts and responses of the rollout; tokens that an episode observes are
         run and not predicted.
-      group_size: responses of a prompt; the sampler runs the prompt once for them.
-      trained: share of the responses that the update reads.
       adapters: parameters of the adapters if only these are trained, else None.
       references, rewards: the frozen models that score the rollout.
-      shared_trunk: whether the critic is a head on the policy.
     """
+    model, critic, group_size = recipe.model, recipe.critic, recipe.rows_per_prompt
     flops = {
         "rollout": _forward(model, texts, head=True, group_size=group_size),
         "reference": sum(_forward(model, texts, head=True) for model in references),
@@ -63,12 +57,12 @@ def policy_gradient_flops(
         "values": 0.0,
     }
     update = _training(model, texts, head=True, adapters=adapters)
-    flops["loss"] = trained * num_epochs * update
+    flops["loss"] = recipe.trained_share * recipe.num_epochs * update
     if critic is not None:
-        flops["values"] = _forward(critic, texts, head=False)
-        if not shared_trunk:
-            own = _training(critic, texts, head=False, adapters=adapters)
-            flops["loss"] += num_epochs * own
+        flops["values"] = _forward(critic.model, texts, head=False)
+        if not critic.shared_trunk:
+            own = _training(critic.model, texts, head=False, adapters=adapters)
+            flops["loss"] += recipe.num_epochs * own
     return flops
 
 

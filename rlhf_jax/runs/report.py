@@ -7,7 +7,7 @@ import math
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -125,41 +125,36 @@ def side_by_side(
     Console().print(grid)
 
 
-def model_table(
-    roles: Sequence[tuple[str, PyTree | None, bool]],
-    *,
-    models: Mapping[str, ModelConfig],
-    meshes: Mapping[str, Mesh] | None = None,
-) -> None:
+class Role(NamedTuple):
+    """A model of a run, as `model_table` shows it."""
+
+    name: str
+    params: PyTree | None  # arrays or shapes in any storage; None has none of its own
+    # Gives the size of the vocabulary without padding; None counts all rows.
+    model: ModelConfig | None = None
+    trained: bool = False
+    mesh: Mesh | None = None  # where a role without parameters runs, such as a sampler
+
+
+def model_table(roles: Sequence[Role]) -> None:
     """Prints the size and the placement of each model, and how much is trained.
 
     The line below the table reads "124,439,808 trainable, 248,880,385 frozen". The
     scales of int8 weights and the rows that pad a vocabulary take memory, but are not
     counted as parameters.
-
-    Args:
-      roles: (role, params, trainable). Params are arrays or shapes in any storage;
-        None is a role without parameters of its own.
-      models: {role: config}, which gives the size of the vocabulary without padding.
-        All rows of a role that is missing are counted.
-      meshes: {role: mesh} of roles that run without parameters of their own, such as a
-        sampler.
     """
-    meshes = {} if meshes is None else meshes
     counts = {True: 0, False: 0}
     rows = []
-    for role, params, trainable in roles:
-        count = _count(params, model=models.get(role))
-        arrays = jax.tree.leaves(params)
+    for role in roles:
+        count = _count(role.params, model=role.model)
+        arrays = jax.tree.leaves(role.params)
         size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in arrays)
         dtypes = sorted({np.dtype(leaf.dtype).name for leaf in arrays})
-        counts[trainable] += count
-        status = "trainable" if trainable else "frozen"
-        figures = (role, count, size / 2**20, ", ".join(dtypes) or "none", status)
-        if role in meshes:
-            rows.append((*figures, *mesh_cells(meshes[role])))
-        else:
-            rows.append((*figures, *cells(params)))
+        counts[role.trained] += count
+        status = "trainable" if role.trained else "frozen"
+        figures = (role.name, count, size / 2**20, ", ".join(dtypes) or "none", status)
+        placed = cells(role.params) if role.mesh is None else mesh_cells(role.mesh)
+        rows.append((*figures, *placed))
     columns = ("role", "parameters", "MiB", "dtype", "status")
     table("Models", (*columns, "devices", "mesh"), rows)
     Console().print(f"{counts[True]:,} trainable, {counts[False]:,} frozen")

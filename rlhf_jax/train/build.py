@@ -1,7 +1,7 @@
 """Builds every model of a run from its config, as a pure function of checkpoints.
 
     build(config, start, meshes=...)                   the trainer, on its devices
-    jax.eval_shape(build with `shapes.load`)           memory check and plan, as shapes
+    jax.eval_shape(build with `shapes.loader`)          memory check and plan, as shapes
 
 It is the only description of a run's models.
 """
@@ -9,7 +9,6 @@ It is the only description of a run's models.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import flax.struct
@@ -19,8 +18,7 @@ from jax.sharding import Mesh
 from rlhf_jax.algorithms import state
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.state import SupervisedState, TrainState
-from rlhf_jax.checkpoints import frozen_models, hf
-from rlhf_jax.checkpoints.frozen_models import RewardModel
+from rlhf_jax.checkpoints.frozen_models import Loader, RewardModel
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.devices import sharding
 from rlhf_jax.models.config import ModelConfig
@@ -37,13 +35,6 @@ if TYPE_CHECKING:
 Array = jax.Array
 Params = Any
 ADAPTERS = 2**32 - 1  # folded into the root key in place of a step; no run is so long
-
-
-class Load(NamedTuple):
-    """How checkpoints are read: path -> (shape, parameters)."""
-
-    model: Callable[..., tuple[ModelConfig, Params]] = hf.load
-    reward: Callable[..., tuple[ModelConfig, Params]] = hf.load_reward
 
 
 class Meshes(NamedTuple):
@@ -109,28 +100,21 @@ def build(
     start: Pretrained,
     *,
     meshes: Meshes,
-    load: Load | None = None,
+    loader: Loader | None = None,
 ) -> Models:
     """Builds the trained policy and critic, and the frozen reference and reward models.
 
     Args:
       start: the checkpoint of --model; its parameters become the policy's.
-      load: reads the other checkpoints; None reads their files.
+      loader: loads the other checkpoints; None reads their files.
     """
-    load = Load() if load is None else load
+    loader = Loader(start, meshes.policy) if loader is None else loader
     mesh, model, lora = meshes.policy, start.model, config.start.lora
-    on_mesh: dict[str, Any] = {
-        "policy": start,
-        "mesh": mesh,
-        "sharding": functools.partial(sharding.shardings, mesh=mesh),
-    }
     reward_models = tuple(
-        frozen_models.load_reward_model(
+        loader.reward_model(
             name,
             storage=config.rewards.reward_storage,
             place=config.placement.reward,
-            load=load.reward,
-            **on_mesh,
         )
         for name in config.rewards.models
     )
@@ -147,10 +131,9 @@ def build(
         critic_model, valued = _critic(
             config,
             config.critic,
-            start,
+            loader,
             reward_models,
             meshes=meshes,
-            load=load,
             key=keys[1],
         )
     recipe = config.algorithm(
@@ -162,20 +145,15 @@ def build(
         **config.optimizers(),
         **({} if config.critic is None else {"critic_model": critic_model}),
     )
-    reference, head = _reference(config, trained, base=base, load=load, **on_mesh), None
+    reference, head = _reference(config, trained, base=base, loader=loader), None
     if reference is not None and config.reads_hidden_states:
         place = functools.partial(sharding.place, mesh=mesh)
         from rlhf_jax.algorithms.flow.teacher import head_of
 
         head = head_of(reference, model=model, place=place)
     further = {
-        one.name: frozen_models.load_reference(
-            one.path,
-            storage=one.storage,
-            place=one.place,
-            load=load.model,
-            option=one.option,
-            **on_mesh,
+        one.name: loader.reference(
+            one.path, storage=one.storage, place=one.place, option=one.option
         )
         for one in config.reference.references
     }
@@ -226,16 +204,15 @@ def build(
 def _critic(
     config: PolicyGradientConfig,
     options: Critic,
-    start: Pretrained,
+    loader: Loader,
     reward_models: tuple[RewardModel, ...],
     *,
     meshes: Meshes,
-    load: Load,
     key: Array,
 ) -> tuple[ModelConfig, Params]:
     """Returns the critic's model config and initial parameters."""
-    model, lora = start.model, config.start.lora
-    over = functools.partial(sharding.shardings, mesh=meshes.critic)
+    start, lora = loader.policy, config.start.lora
+    model = start.model
     if getattr(config.method, "shared_trunk", False):
         return model, critic.on_policy_trunk(model=model)
     if lora is not None:
@@ -248,10 +225,8 @@ def _critic(
     if options.start == REWARD_MODEL:
         # Read again: the frozen copy may be rounded or on the host.
         [name], [scorer] = config.rewards.models, reward_models
-        return scorer.model, load.reward(name, dtype="float32", sharding=over)[1]
-    return frozen_models.load_critic(
-        options.start, policy=start, sharding=over, load=load.model
-    )
+        return scorer.model, loader.trainable_reward(name, mesh=meshes.critic)
+    return loader.critic(options.start, mesh=meshes.critic)
 
 
 def _reference(
@@ -259,8 +234,7 @@ def _reference(
     trained: Params,
     *,
     base: Frozen | None,
-    load: Load,
-    **on_mesh: Any,
+    loader: Loader,
 ) -> Frozen | None:
     """Returns a copy of the initial policy, a checkpoint, or the base under LoRA."""
     chosen = config.reference
@@ -269,12 +243,10 @@ def _reference(
     if base is not None and chosen.checkpoint is None:
         # A reset copies the adapters, so the reference has their tree structure.
         return frozen.freeze(trained) if chosen.lifecycle.moves else base
-    reference = frozen_models.load_reference(
+    reference = loader.reference(
         chosen.checkpoint,
         storage=chosen.reference_storage,
         place=config.placement.reference,
-        load=load.model,
-        **on_mesh,
     )
     chosen.lifecycle.refuse_another_shape(reference.model)
     return reference

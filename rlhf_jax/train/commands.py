@@ -96,6 +96,25 @@ def _choices(kind: Any, *, prefix: str = "--") -> Iterator[tuple[str, Any]]:
             yield option, bare
 
 
+def parse(
+    module: Any,
+    argv: Sequence[str],
+    *,
+    prog: str,
+    screen: Mapping[str, Sequence[str]] | None = None,
+) -> Any:
+    """Parses the options of a trainer's module; the arguments are those of `run`."""
+    return command_line.parse(
+        module.Config,
+        description=None,
+        presets=vars(module).get("PRESETS"),
+        screen=screen,
+        renamed=successors(module.Config),
+        prog=prog,
+        argv=argv,
+    )
+
+
 def run(
     config_class: type[PolicyGradientConfig],
     argv: Sequence[str] | None = None,

@@ -116,18 +116,13 @@ def conclude(
         profile=config.profile,
         flops=functools.partial(
             profiled.policy_gradient_flops,
-            model=recipe.model,
-            num_epochs=recipe.num_epochs,
-            group_size=recipe.rows_per_prompt,
+            recipe=recipe,
             adapters=None if recipe.lora is None else trained,
-            trained=recipe.trained_share,
             references=[
                 frozen.shape_of(reference, policy=recipe.model)
                 for reference in references
                 if reference is not None
             ],
             rewards=models.reward_shapes,
-            critic=getattr(recipe, "critic_model", None),
-            shared_trunk=getattr(recipe, "shared_trunk", False),
         ),
     )

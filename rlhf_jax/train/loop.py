@@ -10,6 +10,7 @@ The loop does not know which method it runs.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax.algorithms.batch import Prompts, Rollout, Sequences
+from rlhf_jax.algorithms.batch import Prompts, Request, Rollout, Sequences
 from rlhf_jax.algorithms.policy_gradient.corrections import staleness
 from rlhf_jax.algorithms.policy_gradient.iteration import seen_by_reward
 from rlhf_jax.data.batches import Batches
@@ -43,17 +44,49 @@ if TYPE_CHECKING:
 
 Array = jax.Array
 Params = Any
-# A rollout, and the scores from processes or an environment, or a wait for them.
-Drawn = tuple[Rollout, Early | Callable[[], Early]]
-TOTAL = ""  # key of early scores: the total, where it was needed before the update
+
+
+Entry = tuple[Rollout, Callable[[], Early]]  # as `queue.Draw` returns it
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Drawn:
+    """A rollout and its scores, each computed when it is first read, and once."""
+
+    rollout: Rollout
+    shown: Rollout  # as rewards, judge and samples see it
+    pending: Callable[[], Early]  # waits for processes
+    rewards: RewardList
+    known: Scores | None = None  # the scores, of a batch that was put together
+
+    @functools.cached_property
+    def early(self) -> Early:
+        """The scores from processes or an environment."""
+        return self.pending()
+
+    @functools.cached_property
+    def scores(self) -> Array | Scores | None:
+        """The scores of every reward; None in a run without rewards."""
+        if self.known is not None:
+            return self.known
+        return self.rewards.finish(self.shown, self.early)
+
+    @property
+    def entry(self) -> Entry:
+        """What the queue keeps: the rollout, and how to wait for `early`."""
+        return self.rollout, lambda: self.early
+
+    @property
+    def scored(self) -> Scores:
+        """The scores as one record, in a run that has a reward."""
+        assert self.scores is not None
+        return scores_of(self.scores)
 
 
 class Begun(NamedTuple):
     """Results of the rehearsal for a step, which the loop reuses."""
 
-    rollout: Rollout
-    early: Early  # scores from processes or an environment
-    scores: Array | Scores | None
+    drawn: Drawn
     read: Read | None  # None where it is not kept
 
 
@@ -80,72 +113,56 @@ class Loop(NamedTuple):
         # A function of the step alone, so that a resumed run needs no stored key.
         return jax.random.fold_in(self.root_key, step)
 
-    def draw(
-        self,
-        policy: Params,
-        *,
-        prompts: Prompts,
-        key: Array,
-        version: Array,
-        handed: bool = False,
-    ) -> Drawn:
-        """Draws responses to prompts, and starts scoring them in processes.
+    def request(self, step: int, version: Array) -> Request:
+        """Returns the request of a step to a policy; no update donates its arrays."""
+        version = jnp.array(version, copy=True)
+        return Request(self.prompts[step], self.key(step), version)
+
+    def draw(self, policy: Params, request: Request, *, handed: bool = False) -> Drawn:
+        """Draws responses, and starts scoring them in processes.
 
         Args:
-          key: the key of the step that will learn from them.
           handed: whether `policy` was returned by the sampler's `hand_over`.
         """
-        of_step: dict[str, Any] = {"prompts": prompts, "key": key, "version": version}
         if self.episodes is not None:
-            rollout, scores = self.episodes(policy, **of_step)
-            return rollout, self.rewards.begin(self.shown(rollout), episodes=scores)
+            return self.drawn(*self.episodes(policy, request))
         draw = self.sampler.draw if handed else self.sampler
-        rollout = draw(policy, **of_step)
-        return rollout, self.rewards.begin(self.shown(rollout))
+        return self.drawn(draw(policy, request))
 
-    def draw_there(
-        self, policy: Params, *, prompts: Prompts, key: Array, version: Array
-    ) -> tuple[Any, Early]:
-        """Draws responses on the sampler's devices, without scoring them."""
-        of_step: dict[str, Any] = {"prompts": prompts, "key": key, "version": version}
-        return self.sampler.draw_there(policy, **of_step), {}
+    def drawn(self, rollout: Rollout, episodes: Scores | None = None) -> Drawn:
+        """Starts scoring a rollout; `episodes` are scores that an environment gave."""
+        shown = self.shown(rollout)
+        pending = self.rewards.begin(shown, episodes=episodes)
+        return Drawn(rollout, shown, pending, self.rewards)
 
-    def arrive(self, drawn: Any) -> Drawn:
-        """Moves a rollout to the policy's devices and starts scoring it, as `draw`."""
-        rollout = self.sampler.bring_home(drawn)
-        return rollout, self.rewards.begin(self.shown(rollout))
+    def draw_ahead(self, policy: Params, request: Request) -> Entry:
+        """Draws for the queue, from parameters that the sampler handed over."""
+        return self.draw(policy, request, handed=True).entry
+
+    def draw_there(self, policy: Params, request: Request) -> tuple[Any, Early]:
+        """Draws as `draw_ahead`, but neither moves nor scores the responses."""
+        return self.sampler.draw_there(policy, request), {}
+
+    def arrive(self, there: Any) -> Entry:
+        """Moves responses of `draw_there` to the policy's devices, and scores them."""
+        return self.drawn(self.sampler.bring_home(there)).entry
+
+    def taken(self, rollout: Rollout, early: Early) -> Drawn:
+        """Returns a rollout of the queue with its scores from processes."""
+        return Drawn(rollout, self.shown(rollout), lambda: early, self.rewards)
 
     def shown(self, rollout: Rollout) -> Rollout:
         """Returns the rollout as the reward sees it."""
         return seen_by_reward(rollout, recipe=self.programs.recipe)
 
-    def scores(
-        self, rollout: Rollout, early: Early | Callable[[], Early]
-    ) -> Array | Scores | None:
-        """Returns the scores of a rollout, once every reward has computed them."""
-        early = early() if callable(early) else early
-        if TOTAL in early:
-            return early[TOTAL]
-        return self.rewards.finish(self.shown(rollout), early)
-
-    def scored(self, rollout: Rollout, early: Early | Callable[[], Early]) -> Scores:
-        """Returns the scores as one record, in a run that has a reward."""
-        scores = self.scores(rollout, early)
-        assert scores is not None
-        return scores_of(scores)
-
-    def taught(
-        self, rollout: Rollout, early: Early | Callable[[], Early]
-    ) -> tuple[TeacherPrompts | None, Early | Callable[[], Early]]:
-        """Returns the teacher's prompts for a rollout, and the scores known so far.
+    def taught(self, drawn: Drawn) -> TeacherPrompts | None:
+        """Returns the teacher's prompts for a rollout.
 
         Waits for all scores if the teacher reads responses of the batch.
         """
         if self.reprompt is None:
-            return self.of_teacher, early
-        early = early() if callable(early) else early
-        scores = self.scored(rollout, early)
-        return self.reprompt(self.shown(rollout), scores), {**early, TOTAL: scores}
+            return self.of_teacher
+        return self.reprompt(drawn.shown, drawn.scored)
 
     @property
     def values_first(self) -> bool:
@@ -173,9 +190,7 @@ def improve(
     config, programs, state = loop.config, loop.programs, stage.state
     train, critic = state["train"], state.get("critic")
     reference = state["reference"] if base is None else base
-    moves, outside = config.reference.lifecycle, None
-    if not isinstance(loop.sampler, Sampler):
-        outside = loop.sampler
+    moves, sampler = config.reference.lifecycle, loop.sampler
     if queue is not None:
         stage.state |= queue.begin(
             state, start=stage.start, policy=train.policy, version=train.step
@@ -187,38 +202,35 @@ def improve(
         # Removed, so that its arrays are freed with this step.
         begun = loop.begun.pop(step, None)
         if config.mixes_reference:
-            assert isinstance(loop.sampler, Sampler)  # by the capability table
+            assert isinstance(sampler, Sampler)  # by the capability table
             assert reference is not None
-            loop.sampler.follow(reference)
+            sampler.follow(reference)
         with stage.user_code():
-            if queue is None and begun is not None:
-                rollout, early = begun.rollout, begun.early
-            # On-policy: the very parameters that this step updates.
-            elif queue is None:
-                rollout, early = loop.draw(
-                    train.policy,
-                    prompts=loop.prompts[step],
-                    key=key,
-                    version=train.step,
-                )
-            else:
-                rollout, early = queue.take()
+            if queue is not None:
+                drawn = loop.taken(*queue.take())
+                if begun is not None and drawn.rollout is begun.drawn.rollout:
+                    drawn = begun.drawn
+            elif begun is not None:
+                drawn = begun.drawn
+            else:  # on-policy: the very parameters that this step updates
+                drawn = loop.draw(train.policy, loop.request(step, train.step))
         if queue is not None:
             # Before `learn`, which donates the policy: the queue copies what it needs.
             stage.state |= queue.submit(
                 step + config.staleness, train.policy, version=train.step
             )
-            stats |= staleness(rollout, step=jnp.int32(step))
-        elif outside is not None:
-            stats |= outside.stats()
+            stats |= staleness(drawn.rollout, step=jnp.int32(step))
+        else:
+            stats |= sampler.stats()
         if config.sampler.max_redraws:
             with stage.user_code():
-                rollout, early, redrawn = fill(loop, rollout, early, train, step=step)
+                drawn, redrawn = fill(loop, drawn, train, step=step)
             stats |= redrawn
-        if begun is not None and begun.rollout is not rollout:
+        if begun is not None and begun.drawn is not drawn:
             begun = None  # some groups were drawn again
+        rollout = drawn.rollout
         with stage.user_code():
-            of_teacher, early = loop.taught(rollout, early)
+            of_teacher = loop.taught(drawn)
         # Decided on the host: the reference does not run in a step without a KL.
         taken = reference if moves.takes_kl(step) else None
         if begun is not None and begun.read is not None and taken is reference:
@@ -234,18 +246,13 @@ def improve(
                 of_teacher=of_teacher,
             )
         with stage.user_code():
-            if begun is None or config.sampler.max_redraws:  # `fill` has scored them
-                scores = loop.scores(rollout, early)
-            else:
-                scores = begun.scores
+            scores = drawn.scores
             # Before the update, so that judge and held-out texts see the policy that
             # drew the rollout.
             stats |= loop.watcher.before(
-                train.policy, loop.shown(rollout), reference, step=step
+                train.policy, drawn.shown, reference, step=step
             )
-        shown = loop.watcher.likeliest(
-            train.policy, reference, loop.shown(rollout), step=step
-        )
+        shown = loop.watcher.likeliest(train.policy, reference, drawn.shown, step=step)
         ptx = None if loop.ptx is None else loop.ptx[step]
         # Dispatched, not awaited: the host's work below overlaps with it. The old
         # `train` is donated, so the name is bound to the new state at once.
@@ -261,8 +268,7 @@ def improve(
             stats |= loop.watcher.drift(train.policy, reference)
         samples = loop.watcher.samples(
             loop,
-            rollout=rollout,
-            scores=scores,
+            drawn,
             read=read,
             reference=reference,
             likely=shown,
@@ -282,24 +288,15 @@ def improve(
                 lifecycle=moves,
             )
             stage.state["reference"] = reference
+        waits = sampler.seconds() | ({} if queue is None else queue.waits.read())
         stage.end_step(
             step,
             learned | stats,
             samples,
             positions=positions,
             texts=[(rollout.mask, rollout.response_mask)],
-            waits=waits_of(queue, outside),
+            waits=waits or None,
         )
-
-
-def waits_of(
-    queue: RolloutQueue | None, outside: OutsideSampler | None
-) -> dict[str, float] | None:
-    """Returns seconds of waiting in this step for timings.jsonl, or None."""
-    if queue is None and outside is None:
-        return None
-    waits = {} if queue is None else queue.waits.read()
-    return waits | ({} if outside is None else outside.seconds())
 
 
 @functools.partial(jax.jit, static_argnames=("group_size",))
@@ -312,32 +309,25 @@ def _refilled(
     return selection.refilled(batch, drawn, group_size=group_size)
 
 
-def fill(
-    loop: Loop,
-    rollout: Rollout,
-    early: Early | Callable[[], Early],
-    train: Any,
-    *,
-    step: int,
-) -> tuple[Rollout, Early, Stats]:
+def fill(loop: Loop, drawn: Drawn, train: Any, *, step: int) -> tuple[Drawn, Stats]:
     """Replaces groups of equal scores by groups of new draws, up to --max-redraws.
 
     Draw d of a step takes the prompts and the key of step `step + d * num_steps`, which
     no other draw takes. So the run is a function of its seed, and resumes to the bit.
 
     Args:
-      rollout, early: drawn from the step's own prompts and key.
+      drawn: from the step's own prompts and key.
 
     Returns:
-      The rollout, its scores and {name: (sum, weight)}: `group/redraws`, batches drawn
-      again, and `group/drawn_equal_fraction`, the share of groups of equal scores in
-      all draws.
+      The rollout with its scores, and {name: (sum, weight)}: `group/redraws`, batches
+      drawn again, and `group/drawn_equal_fraction`, the share of groups of equal scores
+      in all draws.
 
     Raises:
       StopError: after the last draw every group of the batch has equal scores.
     """
     config, size = loop.config, loop.programs.recipe.rows_per_prompt
-    batch = rollout, loop.scored(rollout, early)
+    batch = drawn.rollout, drawn.scored
     equal = _equal(batch[1], size)
     # Decided on the host: compiled programs cannot know the number of draws.
     of_draws, draws = [equal], 0
@@ -345,15 +335,9 @@ def fill(
         draws += 1
         # A step after the end of the run, whose key and prompts no other step uses.
         other = step + draws * config.num_steps
-        again, begun = loop.draw(
-            train.policy,
-            prompts=loop.prompts[other],
-            key=loop.key(other),
-            version=train.step,
-        )
-        drawn = again, loop.scored(again, begun)
-        of_draws.append(_equal(drawn[1], size))
-        filled = _refilled(batch, drawn, group_size=size)
+        again = loop.draw(train.policy, loop.request(other, train.step))
+        of_draws.append(_equal(again.scored, size))
+        filled = _refilled(batch, (again.rollout, again.scored), group_size=size)
         # With the shardings of a sampled rollout, or `learn` would compile again.
         batch = jax.device_put(filled, jax.tree.map(lambda x: x.sharding, batch))
         equal = _equal(batch[1], size)
@@ -373,7 +357,10 @@ def fill(
             jnp.float32(every.size),
         ),
     }
-    return batch[0], {TOTAL: batch[1]}, stats
+    if draws:
+        shown = loop.shown(batch[0])
+        drawn = Drawn(batch[0], shown, dict, loop.rewards, known=batch[1])
+    return drawn, stats
 
 
 def _equal(scores: Scores, group_size: int) -> np.ndarray[Any, Any]:

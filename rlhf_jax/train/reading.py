@@ -32,7 +32,7 @@ from rlhf_jax.train.rows import ReadRows, Responder
 def receipt_of(receipts: Receipts, *, start: Pretrained) -> dict[str, Any]:
     """Returns the receipt of a run's data, which it prints and keeps as data.json."""
     decode = functools.partial(tokenization.decode, start.tokenizer)
-    (unprompted,) = start.contract.prompts([Question("")])
+    (unprompted,) = start.contract().prompts([Question("")])
     return receipts.to_json(decode=decode, unprompted=unprompted)
 
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.data import batches, encoding, files, json_lines, lengths
+from rlhf_jax.data import batches, encoding, files, json_lines
 from rlhf_jax.data.examples import Tokens
 from rlhf_jax.data.json_lines import Row, place
-from rlhf_jax.data.lengths import Overlong
+from rlhf_jax.data.lengths import Limits
 from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.text import Question, Written, messages, read_question
 from rlhf_jax.data.text.messages import PLACE
@@ -110,19 +110,24 @@ class Responder:
                 mesh=config.placement.sampler.mesh_beside(meshes.policy),
                 stack=stack,
             )
-        self.room, self._more = config.batch.room(
+        self.room, more = config.batch.room(
             start.room(max_new_tokens=config.batch.max_new_tokens, context=context)
         )
+        options = config.data
+        self._limits = Limits(self.room, options.overlong, more=more)
+        if options.buckets is not None and self._opened is None:
+            widest = max(options.buckets, default=0)
+            self._limits = dataclasses.replace(self._limits, widest=widest)
         checks.within(
             most=self.room,
             advice=f"the context of {context} has to hold --max-new-tokens too; lower "
             f"either",
-            **{"--buckets": max(config.data.buckets or (0,))},
+            **{"--buckets": max(options.buckets or (0,))},
         )
 
     def read(self, source: str, *, pools: RewardPools, receipt: Receipt) -> ReadRows:
         """Returns the rows of a file that leave room for a response."""
-        config, options = self._config, self._config.data
+        config = self._config
         pools.check_answers(lambda: json_lines.read_located(source))
         if self._opened is not None:
             environment = config.sampler.environment
@@ -132,21 +137,17 @@ class Responder:
                 source,
                 pool=self._opened.pool,
                 encoder=self._opened.encoder,
-                room=self.room,
-                more=self._more,
-                overlong=options.overlong,
+                limits=self._limits,
                 receipt=receipt,
             )
             pools.tell(receipt)
             return read.fitting()
         read = read_prompts(
             source,
-            options=options,
+            options=config.data,
             teacher_field=config.teacher_field,
             start=self._start,
-            room=self.room,
-            more=self._more,
-            widest=None if options.buckets is None else max(options.buckets, default=0),
+            limits=self._limits,
             receipt=receipt,
         )
         pools.tell(receipt)
@@ -176,18 +177,14 @@ def read_prompts(
     *,
     options: AskedPrompts,
     start: Pretrained,
-    room: int,
-    more: str,
-    widest: int | None = None,
+    limits: Limits,
     teacher_field: str | None = None,
     receipt: Receipt,
 ) -> ReadRows:
     """Reads the rows of a file and encodes their prompts.
 
     Args:
-      room: tokens that a prompt may have.
-      more: advice for errors on how to allow longer prompts.
-      widest: tokens of the largest bucket; None has no buckets.
+      limits: on a prompt.
       teacher_field: field that a teacher reads; None reads the prompt.
       receipt: records every row, and the rows that are left out.
     """
@@ -198,32 +195,26 @@ def read_prompts(
     if options.chat:  # texts become messages
         receipt.reads(*messages.OF_TEMPLATE)
 
-    def encoded(
-        asked: AskedPrompts, *, overlong: Overlong, widest: int | None
-    ) -> tuple[list[Row], list[Tokens]]:
+    def encoded(asked: AskedPrompts, limits: Limits) -> tuple[list[Row], list[Tokens]]:
         return encoding.encode_prompts(
-            start.tokenizer,
+            start.contract(receipt),
             rows,
-            max_length=room,
-            more=more,
+            limits=limits,
             field=asked.prompt_field,
             questions=[
                 question_of(row, options=asked, where=place(row, number))
                 for number, row in enumerate(rows)
             ],
-            stop_ids=start.stop_ids,
-            overlong=overlong,
-            widest=widest,
-            receipt=receipt,
         )
 
-    fitting, tokens = encoded(options, overlong=options.overlong, widest=widest)
+    fitting, tokens = encoded(options, limits)
     numbers = {id(row): number for number, row in enumerate(rows)}
     of_teacher = None
     if teacher_field is not None:
         asked = dataclasses.replace(options, prompt_field=teacher_field)
         # Of all rows: a row that the teacher cannot read is an error.
-        _, of_teacher = encoded(asked, overlong="error", widest=None)
+        every = dataclasses.replace(limits, overlong="error", widest=None)
+        _, of_teacher = encoded(asked, every)
     return ReadRows(
         rows,
         [_put(row[field], options=options) for row in rows],
@@ -237,16 +228,14 @@ def read_begun(
     *,
     pool: EnvironmentPool,
     encoder: TurnEncoder,
-    room: int,
-    more: str,
-    overlong: Overlong,
+    limits: Limits,
     receipt: Receipt,
 ) -> ReadRows:
     """Reads the rows of a file and starts an episode of an environment from each.
 
     Args:
       source: JSONL, or hf:NAME:SPLIT; the environment reads the fields that it needs.
-      room, more, receipt: as in `read_prompts`.
+      limits, receipt: as in `read_prompts`.
     """
     rows = [row for _, row in json_lines.read_located(source, receipt=receipt)]
     places = [place(row, number) for number, row in enumerate(rows)]
@@ -258,16 +247,8 @@ def read_begun(
         encoder.prompt(prompt, where=where)
         for prompt, where in zip(written, places, strict=True)
     ]
-    fitting = lengths.fits(
-        [len(tokens) for tokens in prompts],
-        texts=written,
-        places=places,
-        max_length=room,
-        overlong=overlong,
-        widest=None,
-        more=more,
-        receipt=receipt,
-    )
+    sizes = [len(tokens) for tokens in prompts]
+    fitting = limits.fitting(sizes, texts=written, places=places, receipt=receipt)
     return ReadRows(
         rows,
         written,

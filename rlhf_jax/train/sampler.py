@@ -5,6 +5,7 @@ A `Sampler` is the decoder, on a mesh and in a dtype of its own.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -16,13 +17,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from rlhf_jax.algorithms import self_check
-from rlhf_jax.algorithms.batch import Prompts, Rollout
+from rlhf_jax.algorithms.batch import Request, Rollout
 from rlhf_jax.algorithms.policy_gradient import iteration
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import ONE_DEVICE
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.masked import Stats
 from rlhf_jax.models import axes
 from rlhf_jax.models.lora import LoRA
 from rlhf_jax.models.lora import merge as merged
@@ -126,24 +128,14 @@ class Sampler:
             base = sharding.place(base, mesh=mesh)
         self._frozen = dataclasses.replace(frozen, base=base)
 
-    def __call__(
-        self,
-        policy: Params,
-        *,
-        prompts: Prompts,
-        key: Array,
-        version: Array | None = None,
-    ) -> Rollout:
+    def __call__(self, policy: Params, request: Request) -> Rollout:
         """Draws responses and returns them on the policy's mesh; asynchronous.
 
         Parameters are cast and resharded once, and freed after the last token.
-
-        Args:
-          version: i32[], `TrainState.step` of the policy; None stamps no token.
         """
         if self._store is not None:
             policy = sharding.place(self._store(policy), mesh=self._mesh)
-        return self.draw(policy, prompts=prompts, key=key, version=version)
+        return self.draw(policy, request)
 
     def follow(self, reference: Frozen) -> None:
         """Sets the current reference, for a recipe that samples from a mixture."""
@@ -160,39 +152,23 @@ class Sampler:
             policy = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), policy)
         return sharding.place(policy, mesh=self._mesh)
 
-    def draw(
-        self,
-        policy: Params,
-        *,
-        prompts: Prompts,
-        key: Array,
-        version: Array | None = None,
-    ) -> Rollout:
-        """Draws responses and returns them on the policy's mesh.
+    def draw(self, policy: Params, request: Request) -> Rollout:
+        """Draws responses as `__call__`, from parameters of `hand_over`."""
+        return self.bring_home(self.draw_there(policy, request))
 
-        Args:
-          policy: parameters from `hand_over`.
-        """
-        rollout = self.draw_there(policy, prompts=prompts, key=key, version=version)
-        return self.bring_home(rollout)
-
-    def draw_there(
-        self,
-        policy: Params,
-        *,
-        prompts: Prompts,
-        key: Array,
-        version: Array | None = None,
-    ) -> Rollout:
+    def draw_there(self, policy: Params, request: Request) -> Rollout:
         """Draws the responses of `draw`, and leaves them on the sampler's mesh."""
-        if self._mesh is self._home:
-            return self._sample(
-                policy, prompts=prompts, key=key, frozen=self._frozen, version=version
-            )
-        policy, key, version = sharding.place((policy, key, version), mesh=self._mesh)
-        prompts = row_sharding.put_rows(prompts, mesh=self._mesh)
+        if self._mesh is not self._home:
+            prompts = row_sharding.put_rows(request.prompts, mesh=self._mesh)
+            others = policy, request.key, request.version
+            policy, key, version = sharding.place(others, mesh=self._mesh)
+            request = Request(prompts, key, version)
         return self._sample(
-            policy, prompts=prompts, key=key, frozen=self._frozen, version=version
+            policy,
+            prompts=request.prompts,
+            key=request.key,
+            frozen=self._frozen,
+            version=request.version,
         )
 
     def bring_home(self, rollout: Rollout) -> Rollout:
@@ -200,6 +176,18 @@ class Sampler:
         if self._mesh is self._home:
             return rollout
         return row_sharding.put_rows(rollout, mesh=self._home)
+
+    def stats(self) -> Stats:
+        """Returns no statistics: the trainer has all of its figures."""
+        return {}
+
+    def seconds(self) -> dict[str, float]:
+        """Returns no waits: the sampler runs on the trainer's own devices."""
+        return {}
+
+    def summary(self) -> dict[str, Any]:
+        """Returns no figures for the summary."""
+        return {}
 
 
 def check_pages(options: Here, *, recipe: PolicyGradient, mesh: Mesh) -> None:
@@ -242,9 +230,13 @@ def check_pages(options: Here, *, recipe: PolicyGradient, mesh: Mesh) -> None:
 
 
 def make_sampler(
-    config: PolicyGradientConfig, models: Models, *, meshes: Meshes
+    config: PolicyGradientConfig,
+    models: Models,
+    *,
+    meshes: Meshes,
+    stack: contextlib.ExitStack,
 ) -> Sampler | OutsideSampler:
-    """Makes the sampler of a run."""
+    """Makes the sampler of a run; one outside the trainer ends with `stack`."""
     options, recipe = config.sampler.sampler, models.recipe
     if isinstance(options, Here):
         # The programs of episodes have their own copy of the base.
@@ -274,7 +266,7 @@ def make_sampler(
             _outside(config, recipe, options=options, retries=retries, meshes=meshes)
         )
     )
-    return OutsideSampler(
+    outside = OutsideSampler(
         made[0] if made else None,
         home=meshes.policy,
         max_new_tokens=recipe.max_new_tokens,
@@ -286,6 +278,7 @@ def make_sampler(
         threaded=jax.process_count() == 1
         and (isinstance(options, Process) or meshes.policy.devices.size == 1),
     )
+    return stack.enter_context(outside)
 
 
 def _outside(

@@ -14,8 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from rlhf_jax.checkpoints import hf
+from rlhf_jax.checkpoints.frozen_models import Loader
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
@@ -23,7 +25,7 @@ from rlhf_jax.planning import memory_check
 from rlhf_jax.planning.memory_check import Part, Passing
 from rlhf_jax.roles import critic
 from rlhf_jax.roles.reference import storage
-from rlhf_jax.train.build import Load, Meshes, Models, build
+from rlhf_jax.train.build import Meshes, Models, build
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.config.sampler import Here
 
@@ -75,6 +77,11 @@ def load_reward(path: str, **_: Any) -> tuple[ModelConfig, Params]:
     return model, critic.from_policy(trunk, model=model)
 
 
+def loader(policy: Pretrained, mesh: Mesh) -> Loader:
+    """Returns a loader that reads only the configs of checkpoints."""
+    return Loader(policy, mesh, model=load, reward=load_reward)
+
+
 def of_run(
     config: PolicyGradientConfig, *, meshes: Meshes, start: Pretrained
 ) -> Models:
@@ -87,7 +94,7 @@ def of_run(
 
     def made() -> Models:
         begin = start._replace(model=model, params=params(model))
-        return build(config, begin, meshes=meshes, load=Load(load, load_reward))
+        return build(config, begin, meshes=meshes, loader=loader(begin, meshes.policy))
 
     return jax.eval_shape(made)
 

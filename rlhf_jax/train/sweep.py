@@ -36,7 +36,7 @@ from rlhf_jax.sweeps.execution import Ended
 from rlhf_jax.sweeps.launchers import Launcher, Local, Submitit, Workers
 from rlhf_jax.sweeps.planned import Planned
 from rlhf_jax.train import main as commands
-from rlhf_jax.train.commands import successors
+from rlhf_jax.train.commands import parse
 from rlhf_jax.train.config import capabilities
 
 
@@ -159,21 +159,11 @@ def check_options(sweep: Sweep, runs: Sequence[Planned]) -> None:
             )
     for run in runs:
         if run.seed == sweep.seeds[0]:
-            _check_run(run, *run.program)
-
-
-def _check_run(run: Planned, name: str) -> None:
-    module = commands.trainer(name)
-    with located(run.cell.name):
-        command_line.parse(
-            module.Config,
-            description=None,
-            presets=vars(module).get("PRESETS"),
-            renamed=successors(module.Config),
-            screen={},  # errors then refer to --help-all
-            prog=f"rlhf-jax {name}",
-            argv=run.options,
-        )
+            [name] = run.program
+            trainer = commands.trainer(name)
+            with located(run.cell.name):
+                # With a screen, if an empty one, errors refer to --help-all.
+                parse(trainer, run.options, prog=f"rlhf-jax {name}", screen={})
 
 
 def command(argv: Sequence[str] | None = None) -> None:

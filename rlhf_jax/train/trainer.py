@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from rlhf_jax.algorithms import self_check
@@ -27,21 +26,21 @@ from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.devices import processes, program_cache, sharding
-from rlhf_jax.devices.placement import AUTO, WITH_POLICY, Place
-from rlhf_jax.planning import memory_check
+from rlhf_jax.devices.placement import AUTO, Place
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.runs import alarms, folder, report, run
 from rlhf_jax.runs.object_storage import mirror
+from rlhf_jax.runs.report import Role
 from rlhf_jax.train import shapes
 from rlhf_jax.train.build import Meshes, Models, build
 from rlhf_jax.train.conclusion import conclude, verify
 from rlhf_jax.train.config.config import PolicyGradientConfig
-from rlhf_jax.train.loop import TOTAL, Begun, Loop, improve
+from rlhf_jax.train.loop import Begun, Loop, improve
 from rlhf_jax.train.programs import LearnInputs, Programs
 from rlhf_jax.train.reading import load_start, read_data, receipt_of
 from rlhf_jax.train.rewards import RewardList, RewardPools, require_some
-from rlhf_jax.train.sampler import Sampler, make_sampler
+from rlhf_jax.train.sampler import make_sampler
 from rlhf_jax.train.watch.watcher import Watcher
 
 if TYPE_CHECKING:
@@ -140,7 +139,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
     loop = Loop(
         config=config,
         programs=programs,
-        sampler=make_sampler(config, models, meshes=meshes),
+        sampler=make_sampler(config, models, meshes=meshes, stack=stack),
         episodes=episodes(read.data, rows=config.batch.batch_size),
         rewards=rewards(rows=read.data.rows, prompts=read.data.written_prompts),
         prompts=read.prompts,
@@ -162,8 +161,6 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
         of_teacher=read.data.teacher_prompts(pad_id=start.pad_id),
         reprompt=_reprompt(config, read.data.rows, start=start),
     )
-    if not isinstance(loop.sampler, Sampler):
-        stack.enter_context(loop.sampler)
     # Before there is a run folder: a failing reward or a lack of memory leaves none
     # behind.
     rehearse(loop, models, judge=judge)
@@ -185,7 +182,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
         data=receipt_of(receipts, start=start),
     ) as job:
         columns = read.prompts[0].tokens.shape[1] + config.batch.max_new_tokens
-        tell(config, models, programs, start=start, columns=columns, meshes=meshes)
+        tell(config, models, start=start, columns=columns, meshes=meshes)
         if held_out is not None:
             print(f"held-out score {summary['held_out_score_before']:.3f} before")
         trained, reference = run_stage(loop, models, job=job, meta=read.meta)
@@ -210,8 +207,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
         reference=reference,
         text_stats=programs.text_stats(trained, read.texts),
     )
-    if not isinstance(loop.sampler, Sampler):
-        summary["sampler_retries"] = loop.sampler.retries.count
+    summary |= loop.sampler.summary()
     summary["compiled"] = program_cache.compiled_since(compiled)
     summary["missed_on_disk"] = program_cache.missed_since(compiled)
     summary["seconds"] = time.perf_counter() - started
@@ -246,6 +242,7 @@ def _reprompt(
 def _chosen(config: PolicyGradientConfig) -> PolicyGradientConfig:
     """Returns the config with the choices of `--auto`, and prints them."""
     from rlhf_jax.train.plan import auto  # few runs ask for it
+    from rlhf_jax.train.rollouts import fastest
 
     start = pretrained.described(config.start.model, tokenizer=config.start.tokenizer)
     # No prompt is read yet: assume the largest bucket, or the length of a response,
@@ -253,7 +250,7 @@ def _chosen(config: PolicyGradientConfig) -> PolicyGradientConfig:
     new = config.batch.max_new_tokens
     room = max(1, start.model.max_positions - new)
     prompt = min(room, max(config.data.buckets or (new,)))
-    config, lines = auto.chosen(config, start, auto.Devices.here(), prompt=prompt)
+    config, lines = auto.chosen(config, start, fastest.Devices.here(), prompt=prompt)
     print(*lines, sep="\n")
     return config
 
@@ -262,26 +259,13 @@ def _placed(
     config: PolicyGradientConfig, models: Models, *, mesh: Mesh
 ) -> PolicyGradientConfig:
     """Returns the config with the place of its sampler, and prints the choice."""
-    if mesh.size == 1:  # there is nothing to choose from
-        return config.sampled_at(WITH_POLICY)
-    from rlhf_jax.planning import chips
+    from rlhf_jax.train.rollouts import fastest  # few runs ask for it
 
-    chip = chips.of_device(mesh.devices.flat[0])
-    if chip is None:
-        return config.sampled_at(WITH_POLICY)
-    from rlhf_jax.train.rollouts import fastest
-
-    config, layout = fastest.placed(
-        config,
-        models,
-        mesh=mesh,
-        chip=chip,
-        prompt=0,  # no prompt is read yet; `fastest.ROOM` allows for them
-        per_node=chips.per_node(chip),
-        memory=memory_check.limit(jax.local_devices()[0]),
-    )
-    if layout is not None:
-        print(layout)
+    # No prompt is read yet; `fastest.ROOM` allows for them.
+    among = fastest.Devices.here()
+    config, line = fastest.placed(config, models, among, mesh=mesh, prompt=0)
+    if line is not None:
+        print(line)
     # Their memory and devices may differ: the first process chooses for all.
     chosen = processes.from_first(str(config.placement.sampler))
     return config.sampled_at(Place.parse(chosen))
@@ -299,13 +283,8 @@ def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:
     """
     config, programs, train = loop.config, loop.programs, models.train
     key = loop.key(0)
-    rollout, early = loop.draw(
-        train.policy,
-        prompts=loop.prompts[0],
-        key=key,
-        version=jnp.array(train.step, copy=True),  # the update donates it
-    )
-    of_teacher, early = loop.taught(rollout, early)
+    drawn = loop.draw(train.policy, loop.request(0, train.step))
+    rollout, of_teacher = drawn.rollout, loop.taught(drawn)
     read = programs.read(
         train,
         models.critic,
@@ -315,18 +294,16 @@ def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:
         values_first=loop.values_first,
         of_teacher=of_teacher,
     )
-    # Processes scored while the reference ran; their scores are needed now.
-    early = early() if callable(early) else early
-    scores = loop.scores(rollout, early)
+    scores = drawn.scores  # processes computed them while the reference ran
     tell_cut(config, rollout, stop_ids=programs.recipe.stop_ids)
     environment = config.sampler.environment
     if environment is None or environment.seconds is None:
         # Episodes with a time limit are drawn again: compilation used up their time.
         kept = None if config.reads_hidden_states else read  # hidden states are large
-        loop.begun[0] = Begun(rollout, early, scores, kept)
+        loop.begun[0] = Begun(drawn, kept)
     require_some(scores, sources=config.sources)
     if judge is not None:
-        judge(loop.shown(rollout))
+        judge(drawn.shown)
     own = (
         None if read.reference is None or config.reads_hidden_states else read.reference
     )
@@ -382,44 +359,29 @@ def tell_cut(
 def tell(
     config: PolicyGradientConfig,
     models: Models,
-    programs: Programs,
     *,
     start: Pretrained,
     columns: int,
     meshes: Meshes,
 ) -> None:
     """Prints the models and the attention engine of a run."""
-    critic = models.train.critic if models.critic is None else models.critic.params
-    reference = None if models.reference is models.base else models.reference
-    # Reward models come first in `beside`, where snapshots number them.
-    named = dict(zip(models.beside, config.rewards.model_names, strict=False))
-    beside = {named.get(name, name): one for name, one in models.beside.items()}
-    frozen_ones = dict(beside)
-    if reference is not None:
-        frozen_ones["reference"] = reference
-    # A reward model may have another architecture.
-    rewards = dict(zip(config.rewards.model_names, models.reward_shapes, strict=True))
-    apart = meshes.sampler is not meshes.policy
-    report.model_table(
-        [
-            ("policy", models.train.policy, True),
-            *([("critic", critic, True)] if config.critic is not None else []),
-            ("reference", None if reference is None else reference.stored, False),
-            *((name, one.stored, False) for name, one in beside.items()),
-            *([("sampler", None, True)] if apart else []),
-        ],
-        models={
-            "policy": start.model,
-            "critic": getattr(programs.recipe, "critic_model", start.model),
-            **{
-                name: frozen.shape_of(one, policy=start.model)
-                for name, one in frozen_ones.items()
-                if name not in rewards
-            },
-            **rewards,
-        },
-        meshes={"sampler": meshes.sampler} if apart else {},
-    )
+    policy, train = start.model, models.train
+    roles = [Role("policy", train.policy, policy, trained=True)]
+    if (critic := models.recipe.critic) is not None:
+        valued = train.critic if models.critic is None else models.critic.params
+        roles.append(Role("critic", valued, critic.model, trained=True))
+    roles.append(Role("reference", None))
+    if models.reference is not None and models.reference is not models.base:
+        shape = frozen.shape_of(models.reference, policy=policy)
+        roles[-1] = Role("reference", models.reference.stored, shape)
+    rewards = zip(config.rewards.model_names, models.reward_models, strict=True)
+    roles += [Role(name, one.frozen.stored, one.model) for name, one in rewards]
+    # Reward models come first in `beside`.
+    for name, one in [*models.beside.items()][len(models.rewards) :]:
+        roles.append(Role(name, one.stored, frozen.shape_of(one, policy=policy)))
+    if meshes.sampler is not meshes.policy:
+        roles.append(Role("sampler", None, mesh=meshes.sampler))
+    report.model_table(roles)
     report.engine(start.model, columns=columns, mesh=meshes.policy)
 
 
@@ -443,10 +405,9 @@ def run_stage(
         # and scored when they are taken. Episodes are always played to their end.
         late = jax.process_count() > 1 and loop.episodes is None
         queue = RolloutQueue(
-            loop.draw_there if late else functools.partial(loop.draw, handed=True),
+            loop.draw_there if late else loop.draw_ahead,
             hand_over=loop.sampler.hand_over,
-            prompts=loop.prompts.__getitem__,
-            key=loop.root_key,
+            request=loop.request,
             staleness=config.staleness,
             num_steps=config.num_steps,
             threaded=loop.sampler.threaded,
@@ -457,10 +418,8 @@ def run_stage(
         if begun is None:
             saved |= queue.first(models.train.policy, version=models.train.step)
         else:
-            # The rehearsal's rollout is reused for step 0. Its scores keep the
-            # structure that draws return, which snapshots expect.
-            early = {key: x for key, x in begun.early.items() if key != TOTAL}
-            saved |= queue.filled(begun.rollout, early)
+            # The rehearsal's rollout is reused for step 0.
+            saved |= queue.filled(begun.drawn.rollout, begun.drawn.early)
     # Every other frozen model must keep its initial digest at every snapshot.
     moving = ("reference",) if config.reference.lifecycle.moves else ()
     with (

@@ -13,6 +13,7 @@ from tiers import one_in
 
 from rlhf_jax import config, fingerprint, frozen, hf
 from rlhf_jax.checkpoints import frozen_models, pretrained
+from rlhf_jax.checkpoints.frozen_models import Loader
 from rlhf_jax.devices.placement import Place
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import layout
@@ -27,9 +28,7 @@ def policy(tmp_path_factory):
 
 
 def load(folder, policy):
-    return frozen_models.load_reference(
-        str(folder), policy=policy, storage=frozen_models.COPY
-    )
+    return Loader(policy).reference(str(folder), storage=frozen_models.COPY)
 
 
 @pytest.mark.slow
@@ -48,7 +47,7 @@ def test_another_checkpoint_of_the_policy_s_shape_is_taken(tmp_path, policy, cap
     assert frozen.fingerprint_of(load(folder, policy)) == expected
     note = f"note: reference {folder} has no tokenizer to compare with that of "
     assert capsys.readouterr().err.startswith(note + policy.tokenizer.name_or_path)
-    own = frozen_models.load_reference(None, policy=policy, storage=frozen_models.COPY)
+    own = Loader(policy).reference(None, storage=frozen_models.COPY)
     assert frozen.fingerprint_of(own) == fingerprint.fingerprint(policy.params)
 
 
@@ -128,7 +127,7 @@ def test_a_reference_that_cannot_score_the_policy_s_tokens(
 @pytest.mark.slow
 def test_a_critic_is_on_a_trunk_of_any_shape(tmp_path, policy):
     folder = toy_files.checkpoint(tmp_path / "llama", model=LLAMA)
-    model, params = frozen_models.load_critic(str(folder), policy=policy)
+    model, params = Loader(policy).critic(str(folder))
     read, source = hf.load(folder)
     how = {"dtype": read.dtype, "attention": read.attention}
     assert dataclasses.replace(model, **how) == layout.fastest(read)
@@ -139,10 +138,10 @@ def test_a_critic_is_on_a_trunk_of_any_shape(tmp_path, policy):
     assert not np.asarray(params["score"]["kernel"]).any()
     short = toy_files.checkpoint(tmp_path / "short", model=gpt2(max_positions=8))
     with pytest.raises(InputError, match=r"^critic .*: expected a model that reads"):
-        frozen_models.load_critic(str(short), policy=policy)
+        Loader(policy).critic(str(short))
     words = toy_files.checkpoint(tmp_path / "words", words=WORDS[::-1])
     with pytest.raises(InputError, match=r"^critic .*: expected the policy's"):
-        frozen_models.load_critic(str(words), policy=policy)
+        Loader(policy).critic(str(words))
 
 
 def test_a_tokenizer_that_cannot_be_read_is_not_taken_for_none(tmp_path, policy):
@@ -215,7 +214,7 @@ def test_frozen_models_predict_the_ids_that_the_policy_predicts(tmp_path):
     assert reference.model is not None
     assert reference.model.vocab_size == 30
     assert reference.model.unused_ids == start.model.unused_ids
-    model, _ = frozen_models.load_critic(str(same), policy=start)
+    model, _ = Loader(start).critic(str(same))
     assert model == start.model
     with pytest.raises(InputError, match="vocab_size 24 for 30"):
         load(toy_files.checkpoint(tmp_path / "fewer"), start)

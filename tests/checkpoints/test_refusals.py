@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 from rlhf_jax import frozen, hf, lora, policy
 from rlhf_jax.checkpoints import frozen_models, peft, pretrained
+from rlhf_jax.checkpoints.frozen_models import Loader
 from rlhf_jax.functional.checks import InputError
 
 MERGE = re.escape(
@@ -42,9 +43,9 @@ def test_every_model_that_is_read(tmp_path, adapter):
         lambda: hf.stop_ids(adapter),
         lambda: pretrained.load(name),
         lambda: pretrained.described(name),
-        lambda: frozen_models.load_reference(name, policy=policy, storage=storage),
-        lambda: frozen_models.load_reward_model(name, policy=policy, storage=storage),
-        lambda: frozen_models.load_critic(name, policy=policy),
+        lambda: Loader(policy).reference(name, storage=storage),
+        lambda: Loader(policy).reward_model(name, storage=storage),
+        lambda: Loader(policy).critic(name),
         lambda: frozen_models.check_reference(name, policy=policy),
         lambda: frozen_models.check_teacher(
             name, student=str(tmp_path / "policy"), tokenizer=None

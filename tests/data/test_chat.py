@@ -18,7 +18,8 @@ import rlhf_jax.train.supervised.sft
 from rlhf_jax import config, sft
 from rlhf_jax.data import batches, encoding, files, packing, tokenization
 from rlhf_jax.data.examples import Example, Pair
-from rlhf_jax.data.text import chat, templates
+from rlhf_jax.data.lengths import Limits
+from rlhf_jax.data.text import TextContract, chat, templates
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.rewards import transcripts
 from rlhf_jax.roles.rewards.text import read
@@ -119,8 +120,9 @@ for_each_family = pytest.mark.parametrize(
 QWEN = FAMILIES["chatml"][0]
 
 
-def demonstrate(reader, *rows, **options):
-    return encoding.encode_demonstrations(reader, rows, max_length=200, **options)
+def demonstrate(reader, *rows, stop_ids=None):
+    contract = TextContract(reader, stop_ids=stop_ids)
+    return encoding.encode_demonstrations(contract, rows, limits=Limits(200))
 
 
 @for_each_family
@@ -132,7 +134,10 @@ def test_a_demonstration_is_what_the_template_writes(reader, prompt, answer):
     ]
     examples = demonstrate(reader, *rows)
     assert examples == [Example(prompt, answer)] * 2
-    assert encoding.encode_prompts(reader, rows, max_length=99) == (rows, [prompt] * 2)
+    assert encoding.encode_prompts(TextContract(reader), rows, limits=Limits(99)) == (
+        rows,
+        [prompt] * 2,
+    )
     whole = reader.apply_chat_template(
         [user("Hi"), assistant("Yes")], tokenize=False, date_string="26 Jul 2024"
     )
@@ -152,7 +157,7 @@ def test_pairs_are_texts_or_messages(reader, prompt, answer):
         {"prompt": conversation, "chosen": "Yes", "rejected": "No"},
         {"prompt": conversation, "chosen": [assistant("Yes")], "rejected": "No"},
     ]
-    pairs = encoding.encode_preferences(reader, rows, max_length=200)
+    pairs = encoding.encode_preferences(TextContract(reader), rows, limits=Limits(200))
     assert pairs == [Pair(prompt, answer, no)] * 2
 
 
@@ -178,7 +183,9 @@ def test_bos_is_never_doubled():
     for template, written in ((GEMMA, 1), (CHATML, 0)):
         for adds in (True, False):
             reader = byte_tokenizer(template, adds_bos=adds)
-            _, tokens = encoding.encode_prompts(reader, rows, max_length=99)
+            _, tokens = encoding.encode_prompts(
+                TextContract(reader), rows, limits=Limits(99)
+            )
             assert tokens[0].count(bos) == written
             assert tokens[0][written] in spelt("<start_of_turn>", "<|im_start|>")
             assert tokens[1:] == [[bos, *hi], [bos, *hi] if adds else hi]
@@ -186,7 +193,7 @@ def test_bos_is_never_doubled():
 
 def test_a_second_bos_is_text():
     _, [tokens] = encoding.encode_prompts(
-        byte_tokenizer(), [{"prompt": "<bos><bos>Hi"}], max_length=99
+        TextContract(byte_tokenizer()), [{"prompt": "<bos><bos>Hi"}], limits=Limits(99)
     )
     assert tokens == [IDS["<bos>"], *letters("<bos>Hi")]
 
@@ -194,7 +201,9 @@ def test_a_second_bos_is_text():
 def test_a_prompt_is_the_same_on_another_day():
     reader = byte_tokenizer("{{ strftime_now('%d %B %Y') }}" + CHATML)
     row = {"prompt": [user("Hi")]}
-    _, [tokens] = encoding.encode_prompts(reader, [row], max_length=99)
+    _, [tokens] = encoding.encode_prompts(
+        TextContract(reader), [row], limits=Limits(99)
+    )
     assert tokens[:11] == spelt("26 Jul 2024")
 
 
@@ -339,7 +348,9 @@ def test_a_packed_conversation_has_the_loss_of_one_alone():
 
 def test_a_python_reward_gets_the_messages_and_a_readable_text():
     row = {"prompt": [user("Hi")], "wanted": "Yes"}
-    rows, [prompt] = encoding.encode_prompts(QWEN, [row], max_length=99)
+    rows, [prompt] = encoding.encode_prompts(
+        TextContract(QWEN), [row], limits=Limits(99)
+    )
     assert rows == [row]
     answer = spelt("Yes", "<|im_end|>")
     tokens = jnp.asarray([[*prompt, *answer, IDS["<|im_end|>"]]])

@@ -17,6 +17,8 @@ from rlhf_jax.data import (
     json_lines,
     tokenization,
 )
+from rlhf_jax.data.lengths import Limits
+from rlhf_jax.data.text import TextContract
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.rewards import transcripts
 
@@ -47,7 +49,7 @@ def gpt2(shared_data):
 
 def test_gpt2_tokens(gpt2):
     rows = [{"prompt": "Hello, how are you doing today?"}]
-    _, (tokens,) = encoding.encode_prompts(gpt2, rows, max_length=8)
+    _, (tokens,) = encoding.encode_prompts(TextContract(gpt2), rows, limits=Limits(8))
     assert tokens == [15496, 11, 703, 389, 345, 1804, 1909, 30]
     assert tokenization.eos_token_id(gpt2) == 50256
     assert tokenization.pad_token_id(gpt2) == 0  # it has none; EOS must not stand in
@@ -78,10 +80,12 @@ def test_no_tokenizer(tmp_path):
 
 def test_special_tokens_stand_at_the_ends(tokenizer):
     rows = [{"prompt": "a b", "response": "c"}]
-    assert encoding.encode_demonstrations(tokenizer, rows, max_length=5) == [
-        examples.Example([1, 3, 4], [5, 2])
-    ]
-    assert encoding.encode_prompts(tokenizer, rows, max_length=3)[1] == [[1, 3, 4]]
+    assert encoding.encode_demonstrations(
+        TextContract(tokenizer), rows, limits=Limits(5)
+    ) == [examples.Example([1, 3, 4], [5, 2])]
+    assert encoding.encode_prompts(TextContract(tokenizer), rows, limits=Limits(3))[
+        1
+    ] == [[1, 3, 4]]
     assert tokenization.pad_token_id(tokenizer) == 0
     assert tokenization.pad_token_id(word_tokenizer(eos_token="<pad>")) == 1
 
@@ -94,17 +98,23 @@ def test_an_answer_needs_an_end():
 def test_preferences_and_margins(tokenizer):
     rows = [{"prompt": "a", "chosen": "b c", "rejected": "d", "by": 2}]
     plain = examples.Pair([1, 3], [4, 5, 2], [6, 2])
-    assert encoding.encode_preferences(tokenizer, rows, max_length=5) == [plain]
-    (pair,) = encoding.encode_preferences(tokenizer, rows, max_length=5, margin="by")
+    assert encoding.encode_preferences(
+        TextContract(tokenizer), rows, limits=Limits(5)
+    ) == [plain]
+    (pair,) = encoding.encode_preferences(
+        TextContract(tokenizer), rows, limits=Limits(5), margin="by"
+    )
     assert pair == plain._replace(margin=2.0)
     with pytest.raises(
         InputError, match=r"row 0 \(from 0\): expected a finite .* 'gap', got N"
     ):
-        encoding.encode_preferences(tokenizer, rows, max_length=5, margin="gap")
+        encoding.encode_preferences(
+            TextContract(tokenizer), rows, limits=Limits(5), margin="gap"
+        )
     with pytest.raises(
         InputError, match=r"row 0 \(from 0\): expected at most 4 .* got 5 of 'a'"
     ):
-        encoding.encode_preferences(tokenizer, rows, max_length=4)
+        encoding.encode_preferences(TextContract(tokenizer), rows, limits=Limits(4))
 
 
 def test_overlong_prompts(tokenizer):
@@ -113,43 +123,47 @@ def test_overlong_prompts(tokenizer):
         InputError,
         match=r"row 1 \(from 0\): expected at most 2 tokens, got 4 of 'a b c'; shorten",
     ):
-        encoding.encode_prompts(tokenizer, rows, max_length=2)
+        encoding.encode_prompts(TextContract(tokenizer), rows, limits=Limits(2))
     fitting, prompts = encoding.encode_prompts(
-        tokenizer, rows, max_length=2, overlong="drop"
+        TextContract(tokenizer), rows, limits=Limits(2, overlong="drop")
     )
     assert [row["id"] for row in fitting] == [0, 2]
     assert prompts == [[1, 3], [1, 6]]
     with pytest.raises(
         InputError, match="at most 1 tokens, got 3 rows, the shortest with 2; allow"
     ):
-        encoding.encode_prompts(tokenizer, rows, max_length=1, overlong="drop")
+        encoding.encode_prompts(
+            TextContract(tokenizer), rows, limits=Limits(1, overlong="drop")
+        )
 
 
 def test_overlong_demonstrations(tokenizer):
     rows = [{"prompt": "a", "response": "b"}, {"prompt": "a", "response": "b c d"}]
     with pytest.raises(InputError, match=r"row 1 .* at most 5 tokens, got 6"):
-        encoding.encode_demonstrations(tokenizer, rows, max_length=5)
+        encoding.encode_demonstrations(TextContract(tokenizer), rows, limits=Limits(5))
     demonstrations = encoding.encode_demonstrations(
-        tokenizer, rows, max_length=5, overlong="drop"
+        TextContract(tokenizer), rows, limits=Limits(5, overlong="drop")
     )
     assert demonstrations == [examples.Example([1, 3], [4, 2])]
 
 
 def test_text_blocks_share_one_token(tokenizer):
-    blocks = encoding.encode_text(tokenizer, "a b c d a b c d", block_size=4)
+    blocks = encoding.encode_text(
+        TextContract(tokenizer), "a b c d a b c d", block_size=4
+    )
     assert blocks == [((), [3, 4, 5, 6]), ((), [6, 3, 4, 5]), ((), [5, 6])]
-    even = encoding.encode_text(tokenizer, "a b c d a b c", block_size=4)
+    even = encoding.encode_text(TextContract(tokenizer), "a b c d a b c", block_size=4)
     assert even == [((), [3, 4, 5, 6]), ((), [6, 3, 4, 5])]
     with pytest.raises(InputError, match=r"tokens of the text: .* at least 2, got 1"):
-        encoding.encode_text(tokenizer, "a", block_size=4)
+        encoding.encode_text(TextContract(tokenizer), "a", block_size=4)
     with pytest.raises(InputError, match=r"tokens of a block: .* at least 2, got 1"):
-        encoding.encode_text(tokenizer, "a b c", block_size=1)
+        encoding.encode_text(TextContract(tokenizer), "a b c", block_size=1)
 
 
 @pytest.mark.slow
 def test_real_text(gpt2, shared_data):
     text = json_lines.read_text(shared_data / "tinyshakespeare.txt")
-    blocks = encoding.encode_text(gpt2, text, block_size=256)
+    blocks = encoding.encode_text(TextContract(gpt2), text, block_size=256)
     assert len(blocks) == 1326  # ceil((338025 - 1) / 255)
     first = [block.response[1:] for block in blocks[:20]]
     tokens = [blocks[0].response[0], *(token for block in first for token in block)]
@@ -160,7 +174,7 @@ def test_real_text(gpt2, shared_data):
 def test_real_pairs(gpt2, shared_data):
     rows = files.read_preferences(shared_data / "hh-rlhf-harmless" / "pairs.jsonl")
     pairs = encoding.encode_preferences(
-        gpt2, rows[:64], max_length=256, overlong="drop"
+        TextContract(gpt2), rows[:64], limits=Limits(256, overlong="drop")
     )
     assert 32 < len(pairs) < 64
     assert gpt2.decode(pairs[1].prompt) == rows[1]["prompt"]

@@ -9,6 +9,8 @@ import toy_files
 from hypothesis import strategies as st
 
 from rlhf_jax.data import packing, splits, unpaired
+from rlhf_jax.data.lengths import Limits
+from rlhf_jax.data.text import TextContract
 from rlhf_jax.functional.checks import InputError
 
 ROWS = [
@@ -40,8 +42,8 @@ def test_a_pair_is_two_rows_of_which_the_chosen_is_desirable(tmp_path):
 
 def test_each_text_has_a_response_to_another_prompt(tmp_path, tokenizer):
     rows = read(tmp_path, *ROWS)
-    options = {"max_length": 16, "seed": 0}
-    texts = unpaired.encode_labelled(tokenizer, rows, **options)
+    contract, options = TextContract(tokenizer), {"limits": Limits(16), "seed": 0}
+    texts = unpaired.encode_labelled(contract, rows, **options)
     decode = tokenizer.decode
     assert {(decode(t.prompt), t.desirable) for t in texts} == {
         ("the cat", True),
@@ -57,7 +59,7 @@ def test_each_text_has_a_response_to_another_prompt(tmp_path, tokenizer):
         others = [r for p, r in responses.items() if p != tuple(text.prompt)]
         assert text.mismatched in [response for some in others for response in some]
         assert text.pair == (text.prompt, text.completion, text.mismatched, None)
-    again = unpaired.encode_labelled(tokenizer, rows, **options)
+    again = unpaired.encode_labelled(contract, rows, **options)
     assert again == texts
     groups = splits.by_prompt(texts)
     assert sorted(len(group) for group in groups) == [1, 2, 2]
@@ -94,7 +96,9 @@ def test_the_response_to_another_prompt_is_the_next_in_the_order(prompts, seed):
         for number, prompt in enumerate(prompts)
     ]
     spelt = toy_files.tokenizer([*toy_files.WORDS, "b", "c", "d"])
-    texts = unpaired.encode_labelled(spelt, rows, max_length=16, seed=seed)
+    texts = unpaired.encode_labelled(
+        TextContract(spelt), rows, limits=Limits(16), seed=seed
+    )
     expected = searched([tuple(text.prompt) for text in texts], seed=seed)
     assert [text.mismatched for text in texts] == [
         texts[other].completion for other in expected
@@ -108,7 +112,9 @@ def test_a_prompt_of_most_texts_takes_no_longer(tokenizer):
         rows = [same | {"label": number % 2 == 0} for number in range(count)]
         rows.append({"prompt": "a dog", "completion": "ran", "label": True})
         began = time.process_time()
-        unpaired.encode_labelled(tokenizer, rows, max_length=16, seed=0)
+        unpaired.encode_labelled(
+            TextContract(tokenizer), rows, limits=Limits(16), seed=0
+        )
         return time.process_time() - began
 
     assert seconds(8_000) < 5 * 8 * min(seconds(1_000) for _ in range(2)) + 0.5
@@ -118,19 +124,23 @@ def test_a_mismatched_response_is_cut_where_it_does_not_fit(tmp_path, tokenizer)
     long = {"prompt": "it was so", "completion": "good", "label": True}
     other = {"prompt": "the cat", "completion": "ran very bad .", "label": False}
     rows = read(tmp_path, ROWS[0], other, long)
-    texts = unpaired.encode_labelled(tokenizer, rows, max_length=7, seed=0)
+    texts = unpaired.encode_labelled(
+        TextContract(tokenizer), rows, limits=Limits(7), seed=0
+    )
     by_length = {len(text.prompt): text for text in texts}
     assert len(by_length[3].mismatched) == 4  # of 5
     # A row of 10 tokens: 3 + 2 of the text, 3 + 2 of the other.
     short = read(tmp_path, long, {"prompt": "a", "completion": "bad", "label": False})
     for widest, cut in ((10, 2), (9, 1)):
         texts = unpaired.encode_labelled(
-            tokenizer, short, max_length=16, seed=0, widest=widest
+            TextContract(tokenizer), short, limits=Limits(16, widest=widest), seed=0
         )
         packing.pack([text.pair for text in texts], width=widest)
         assert {len(t.prompt): len(t.mismatched) for t in texts}[3] == cut
     with pytest.raises(InputError, match=r"at most 8 tokens, the width .* got 9"):
-        unpaired.encode_labelled(tokenizer, short, max_length=16, seed=0, widest=8)
+        unpaired.encode_labelled(
+            TextContract(tokenizer), short, limits=Limits(16, widest=8), seed=0
+        )
 
 
 @pytest.mark.parametrize(
@@ -166,4 +176,6 @@ def test_rows_that_are_refused(tmp_path, rows, options, message):
 def test_a_single_prompt_is_refused(tmp_path, tokenizer):
     rows = read(tmp_path, ROWS[3])
     with pytest.raises(InputError, match=r"of at least 2 prompts, .* got 1"):
-        unpaired.encode_labelled(tokenizer, rows, max_length=16, seed=0)
+        unpaired.encode_labelled(
+            TextContract(tokenizer), rows, limits=Limits(16), seed=0
+        )

@@ -29,6 +29,7 @@ from rlhf_jax import (
     state,
 )
 from rlhf_jax.checkpoints import frozen_models, mapping, pretrained
+from rlhf_jax.checkpoints.frozen_models import Loader
 from rlhf_jax.data import batches
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
@@ -562,13 +563,13 @@ def test_models_and_batches_of_an_experiment_lie_on_the_mesh(tmp_path):
     mesh = MeshShape(data=4, tensor=2).make()
     where = functools.partial(sharding.shardings, mesh=mesh)
     policy = pretrained.load(str(tmp_path / "model"), sharding=where)
-    options = {"policy": policy, "storage": frozen_models.COPY, "sharding": where}
-    reference = frozen_models.load_reference(str(tmp_path / "model"), **options)
-    reward = frozen_models.load_reward_model(str(tmp_path / "reward"), **options)
+    loader, copy = Loader(policy, mesh), frozen_models.COPY
+    reference = loader.reference(str(tmp_path / "model"), storage=copy)
+    reward = loader.reward_model(str(tmp_path / "reward"), storage=copy)
     for params in (
         policy.params,
         reference.stored,
-        frozen_models.load_reference(None, **options).stored,
+        loader.reference(None, storage=copy).stored,
         reward.frozen.stored["trunk"],
     ):
         kernel = params["layers"]["mlp"]["up"]["kernel"]

@@ -19,6 +19,7 @@ from toy_episodes import (
     sharing,
 )
 
+from rlhf_jax.algorithms.batch import Request
 from rlhf_jax.devices import program_cache, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 
@@ -104,12 +105,7 @@ def test_a_device_reads_a_prompt_that_its_rows_share_once():
     def play(**options):
         sampler = sampler_of(tiny.GPT2, Script(), **options)
         with prompt_columns_read(sampler.programs) as counts:
-            output = sampler(
-                params,
-                prompts=shared,
-                key=jax.random.key(7),
-                version=np.int32(0),
-            )
+            output = sampler(params, Request(shared, jax.random.key(7), np.int32(0)))
         return output, sum(counts)
 
     expected, count_of_one = play()

@@ -27,6 +27,7 @@ from toy_episodes import (
 )
 
 from rlhf_jax import masked, rewards
+from rlhf_jax.algorithms.batch import Request
 from rlhf_jax.environments import episodes
 from rlhf_jax.functional.checks import StopError
 from rlhf_jax.models.generation import decode
@@ -260,7 +261,7 @@ def test_a_prompt_that_rows_share_is_read_once_to_the_same_bits(model, monkeypat
     def play(*, places=ROWS):
         sampler = sampler_of(model, Script(), places=places)
         with prompt_columns_read(sampler.programs) as counts:
-            output = sampler(params, prompts=shared, key=jax.random.key(7))
+            output = sampler(params, Request(shared, jax.random.key(7)))
         return output, sum(counts)
 
     (output, count), (few, count_of_few) = play(), play(places=4)
@@ -291,11 +292,7 @@ def test_an_episode_that_nothing_moves_on_raises(monkeypatch):
     with pytest.raises(
         RuntimeError, match=r"draw or to wait .* got rows \[1\] that do"
     ):
-        sampler(
-            params_of(tiny.GPT2),
-            prompts=shared,
-            key=jax.random.key(7),
-        )
+        sampler(params_of(tiny.GPT2), Request(shared, jax.random.key(7)))
 
 
 OFTEN = {"stop_ids": tuple(range(1, 11))}  # nearly every token ends a turn

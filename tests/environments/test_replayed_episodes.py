@@ -22,6 +22,7 @@ from toy_episodes import (
 )
 
 from rlhf_jax import config
+from rlhf_jax.algorithms.batch import Request
 from rlhf_jax.algorithms.policy_gradient.routing_replay import RoutingReplay
 from rlhf_jax.devices import sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
@@ -101,7 +102,7 @@ def test_rows_that_copy_a_prompt_have_its_record():
     """Only row 0 reads the first columns of a prompt of five."""
     sampler = sampler_of(MODEL, Script(), limits=LIMITS, **OFTEN, **REPLAY)
     shared = sharing([0, 0, 0, 0, 4, 5], sample=[0, 1, 2, 3, 0, 0])
-    output = sampler(params(), prompts=shared, key=jax.random.key(7))
+    output = sampler(params(), Request(shared, jax.random.key(7)))
     check_record(output.rollout)
 
 

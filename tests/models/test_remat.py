@@ -13,6 +13,7 @@ import toy_files
 from rlhf_jax import config, decoder, frozen, hf, lora, sft
 from rlhf_jax.algorithms.batch import Sequences
 from rlhf_jax.checkpoints import frozen_models, pretrained
+from rlhf_jax.checkpoints.frozen_models import Loader
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import layout
 from rlhf_jax.roles.reference import storage
@@ -157,13 +158,13 @@ def test_remat_is_of_a_run_and_not_of_a_checkpoint(tmp_path):
     hf.save(tmp_path / "again", start.model, start.params, tokenizer=start.tokenizer)
     assert hf.model_config(tmp_path / "again") == toy_files.MODEL
     # The reference has no gradient; a critic may begin as the reward model.
-    options = {"policy": start, "storage": frozen_models.COPY}
-    frozen_models.load_reference(str(tmp_path / "again"), **options)
+    loader, copy = Loader(start), frozen_models.COPY
+    loader.reference(str(tmp_path / "again"), storage=copy)
     trunk = {name: start.params[name] for name in ("embed", "layers", "final_norm")}
     score = {"kernel": np.zeros(16, np.float32), "bias": np.float32(0)}
     hf.save_reward(
         *(tmp_path / "reward", start.model, {"trunk": trunk, "score": score}),
         tokenizer=start.tokenizer,
     )
-    reward = frozen_models.load_reward_model(str(tmp_path / "reward"), **options)
+    reward = loader.reward_model(str(tmp_path / "reward"), storage=copy)
     assert reward.model == start.model

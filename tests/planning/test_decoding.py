@@ -214,7 +214,7 @@ def place(config: Any):
 
 def placed(*words, **shape):
     config, options, target = run(*words, **shape)
-    return job.placed(config, options, target=target)
+    return job.Job(options, target).placed(config)
 
 
 def layouts(config, options, target):
@@ -223,7 +223,7 @@ def layouts(config, options, target):
     models = shapes.of_run(
         config,
         meshes=Meshes(mesh, mesh, mesh),
-        start=job.start_of(config, options, target=target),
+        start=job.Job(options, target).start_of(config),
     )
     return [
         fastest.layout(config, models, one, mesh=mesh, chip=target.chip, prompt=6)
@@ -235,7 +235,7 @@ def test_a_sampler_goes_where_a_token_takes_the_least():
     config, options, target = run()
     seconds = {one.mesh: one.seconds for one in layouts(config, options, target)}
     assert [*seconds] == [MeshShape(data=8 // n, tensor=n) for n in (1, 2, 4, 8)]
-    placed, line = job.placed(config, options, target=target)
+    placed, line = job.Job(options, target).placed(config)
     best = min(seconds, key=lambda one: seconds[one])
     assert place(placed) == Place(mesh=best)
     assert line is not None
@@ -244,7 +244,7 @@ def test_a_sampler_goes_where_a_token_takes_the_least():
 
 def test_chips_that_are_far_apart_do_not_decode_together():
     config, options, target = run()
-    start = job.start_of(config, options, target=target)
+    start = job.Job(options, target).start_of(config)
     near = list(fastest.candidates(config, start.model, per_node=2))
     assert near == [MeshShape(data=8), MeshShape(data=4, tensor=2)]
 
@@ -282,19 +282,20 @@ def test_where_no_chip_is_known_or_none_has_room_it_stays_with_the_policy():
     small = dataclasses.replace(target.chip, memory=2**20)
     for chip in (None, small):
         changed = target._replace(chip=chip)
-        config_of, line = job.placed(config, options, target=changed)
+        config_of, line = job.Job(options, changed).placed(config)
         assert (place(config_of), line) == (WITH_POLICY, None)
 
 
 def test_what_a_device_gives_to_programs_counts_before_the_chip_s_table():
     config, options, target = run()
     mesh = target.mesh
-    start = job.start_of(config, options, target=target)
+    start = job.Job(options, target).start_of(config)
     models = shapes.of_run(config, meshes=Meshes(mesh, mesh, mesh), start=start)
-    known = {"mesh": mesh, "chip": target.chip, "prompt": 6}
+    known = {"mesh": mesh, "prompt": 6}
     least = min(one.bytes for one in layouts(config, options, target))
     for memory, moves in ((None, True), (int(least / 0.9) + 1, True), (least, False)):
-        config_of, line = fastest.placed(config, models, **known, memory=memory)
+        among = fastest.Devices([*mesh.devices.flat], target.chip, memory)
+        config_of, line = fastest.placed(config, models, among, **known)
         assert (place(config_of) != WITH_POLICY, line is not None) == (moves, moves)
 
 

@@ -79,7 +79,7 @@ def test_what_each_job_holds():
 def test_the_model_flops_of_every_job():
     """f is a forward pass, h one with a head; a gradient costs two more."""
     config, options = parsed("ppo")
-    model = job.start_of(config, options, target=target_of(config, options)).model
+    model = job.Job(options, target_of(config, options)).start_of(config).model
     texts = Texts(6, (4,) * 16)
     f = model_flops.forward(model, texts, head=False)
     h = model_flops.forward(model, texts, head=True)

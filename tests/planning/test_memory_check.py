@@ -368,7 +368,7 @@ def test_the_compiler_asks_for_no_less(dtype):
         path=planned.model(vocab=13, width=32, heads=4, positions=64),
     )
     target = planned.target_of(config, options)
-    work = job.workload_of(config, options, target=target)
+    work = job.Job(options, target).workload_of(config)
     takes = {
         program.name: compiled.memory(
             program.function,

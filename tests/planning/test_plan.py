@@ -631,7 +631,7 @@ def test_per_device_bytes_fall_as_devices_rise(monkeypatch):
         where = measured.Target(
             mesh.make(jax.devices()[:devices]), "v5e", chips.CHIPS["v5e"], "this"
         )
-        work = job.workload_of(config, options, target=where)
+        work = job.Job(options, where).workload_of(config)
         resident = measured.resident(work.parts, where)
         (learn,) = measured.measure(work.programs, where, rows=64, waiting=plan.silent)
         shares[devices] = sum(resident.values()), learn.sizes["temporary"]

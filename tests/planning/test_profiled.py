@@ -2,6 +2,7 @@
 
 import functools
 import json
+import types
 
 import numpy as np
 import pytest
@@ -33,6 +34,16 @@ def forward(size, layers, *, head, texts=TEXTS, group_size=1):
     return flops
 
 
+def recipe(**changes):
+    """What the count reads of a recipe, of two responses per prompt."""
+    fields = {"model": MODEL, "num_epochs": 1, "rows_per_prompt": 2, "critic": None}
+    return types.SimpleNamespace(**fields | {"trained_share": 1.0} | changes)
+
+
+def valued(model, *, shared_trunk=False):
+    return types.SimpleNamespace(model=model, shared_trunk=shared_trunk)
+
+
 def test_an_iteration_of_ppo_counts_every_pass():
     policy, value = (
         functools.partial(forward, 8, 3),
@@ -40,12 +51,9 @@ def test_an_iteration_of_ppo_counts_every_pass():
     )
     flops = profiled.policy_gradient_flops(
         TEXTS,
-        model=MODEL,
-        num_epochs=4,
-        group_size=1,
+        recipe=recipe(num_epochs=4, rows_per_prompt=1, critic=valued(CRITIC)),
         references=[MODEL, CRITIC],
         rewards=[CRITIC],
-        critic=CRITIC,
     )
     assert flops == pytest.approx(
         {
@@ -59,13 +67,12 @@ def test_an_iteration_of_ppo_counts_every_pass():
 
 
 def test_groups_share_their_prompt_and_adapters_save_a_pass():
-    flops = functools.partial(
-        profiled.policy_gradient_flops,
-        texts=TEXTS,
-        model=MODEL,
-        num_epochs=1,
-        group_size=2,
-    )
+
+    def flops(texts=TEXTS, adapters=None, **changes):
+        return profiled.policy_gradient_flops(
+            texts, recipe=recipe(**changes), adapters=adapters
+        )
+
     whole = forward(8, 3, head=True)
     turns = [Text(5, 3, 2), Text(5, 7, 0), Text(2, 4, 6), Text(2, 1, 1)]
     assert flops(texts=turns)["rollout"] == pytest.approx(
@@ -73,17 +80,19 @@ def test_groups_share_their_prompt_and_adapters_save_a_pass():
     )
     assert flops()["rollout"] == pytest.approx(forward(8, 3, head=True, group_size=2))
     assert flops()["loss"] == pytest.approx(3 * whole)
-    assert flops(trained=0.5)["loss"] == pytest.approx(1.5 * whole)
-    assert flops(critic=MODEL, shared_trunk=True)["loss"] == flops()["loss"]
+    assert flops(trained_share=0.5)["loss"] == pytest.approx(1.5 * whole)
+    assert flops(critic=valued(MODEL, shared_trunk=True))["loss"] == flops()["loss"]
     adapters = {"a": MATRIX, "b": MATRIX}
     tokens = sum(map(sum, TEXTS))
     own = 3 * 2 * tokens * 2 * MATRIX.size
     assert flops(adapters=adapters)["loss"] == pytest.approx(2 * whole + own)
     # A critic apart has adapters too; one that is a head has its values, and no pass.
-    apart = flops(adapters=adapters, critic=MODEL)
+    apart = flops(adapters=adapters, critic=valued(MODEL))
     value = forward(8, 3, head=False)
     assert apart["loss"] == pytest.approx(2 * whole + 2 * value + 2 * own)
-    assert flops(critic=MODEL, shared_trunk=True)["values"] == pytest.approx(value)
+    assert flops(critic=valued(MODEL, shared_trunk=True))["values"] == pytest.approx(
+        value
+    )
 
 
 def test_an_update_of_dpo_counts_its_reference():

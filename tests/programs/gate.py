@@ -214,8 +214,8 @@ def spread_as_all_layers(count):
 def figures(config, options, names):
     """{program: its waste}, and for sampling the bytes of a token."""
     target = planned.target_of(config, options)
-    config, line = job.placed(config, options, target=target)
-    work = job.workload_of(config, options, target=target)
+    config, line = job.Job(options, target).placed(config)
+    work = job.Job(options, target).workload_of(config)
     model, mesh = work.model, config.placement.policy
     sampling = config.placement.sampler.mesh or mesh
     texts, count = [], cost.cost

@@ -17,7 +17,7 @@ import test_episodes
 import tiny
 from test_episodes import Script
 
-from rlhf_jax.algorithms.batch import Prompts
+from rlhf_jax.algorithms.batch import Prompts, Request
 
 ROWS = 16
 LATENCIES = (
@@ -48,12 +48,7 @@ def main() -> None:
     drawn = []
     for script.latency in LATENCIES:
         drawn.append(
-            sampler(
-                params,
-                prompts=prompts(),
-                key=jax.random.key(7),
-                version=jnp.int32(3),
-            )
+            sampler(params, Request(prompts(), jax.random.key(7), jnp.int32(3)))
         )
     whole, *others = drawn
     differing = 0

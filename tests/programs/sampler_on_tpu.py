@@ -46,7 +46,7 @@ def main():
         chip=None,
     )
     target = planned.target_of(config, options)
-    work = job.workload_of(config, options, target=target)
+    work = job.Job(options, target).workload_of(config)
     [one] = measured.measure(work.programs[:1], target, rows=ROWS, waiting=plan.silent)
     described = measured.described(one, target.chip, num_chips=8)
     lines = [line for body in loops(texts[0]) for line in body.values()]

@@ -27,6 +27,8 @@ from studies.turns.preparation import characters
 
 from rlhf_jax.data import encoding, files, json_lines, tokenization, turns, unpaired
 from rlhf_jax.data.examples import Pair, Text
+from rlhf_jax.data.lengths import Limits
+from rlhf_jax.data.text import TextContract
 from rlhf_jax.environments import calculator, guessing
 from rlhf_jax.environments.demonstrations import demonstrations
 
@@ -63,7 +65,7 @@ def of_episodes(name: str, rows: Sequence[Any], shown: Sequence[Any]) -> dict[st
     stops = (tokenization.eos_token_id(tokenizer),)
     encoder = turns.TurnEncoder(tokenizer, stop_ids=stops, chat=False)
     episodes = encoding.encode_episodes(
-        tokenizer, shown, max_length=LONGEST, stop_ids=stops
+        TextContract(tokenizer, stop_ids=stops), shown, limits=Limits(LONGEST)
     )
     observed = [turn for episode in shown for turn in episode["turns"][1::2]]
     return {
@@ -90,8 +92,12 @@ def recorded() -> dict[str, str]:
     rows = [
         {"prompt": f"{a}+{b}=", "response": f"{a + b}"} for a, b in outside_sampler.SUMS
     ]
-    examples = encoding.encode_demonstrations(characters(), rows, max_length=LONGEST)
-    _, prompts = encoding.encode_prompts(characters(), rows, max_length=LONGEST)
+    examples = encoding.encode_demonstrations(
+        TextContract(characters()), rows, limits=Limits(LONGEST)
+    )
+    _, prompts = encoding.encode_prompts(
+        TextContract(characters()), rows, limits=Limits(LONGEST)
+    )
     digests["outside_sampler/demonstrations"] = texts(examples)
     digests["outside_sampler/prompts"] = of(prompts)
     return digests
@@ -102,31 +108,34 @@ def real_inputs(folder: Path) -> dict[str, str]:
     gpt2 = tokenization.load_tokenizer(folder / "gpt2-tokenizer")
     book = folder / "tinyshakespeare.txt"
     digests = {}
-    blocks = encoding.encode_text(gpt2, json_lines.read_text(book), block_size=128)
+    blocks = encoding.encode_text(
+        TextContract(gpt2), json_lines.read_text(book), block_size=128
+    )
     digests["gpt2/tinyshakespeare/blocks"] = texts(blocks)
     for split in ("train", "test"):
         path = folder / "gsm8k" / f"{split}.jsonl"
         _, prompts = encoding.encode_prompts(
-            gpt2,
+            TextContract(gpt2),
             files.read_prompts(path, field="question"),
+            limits=Limits(LONGEST),
             field="question",
-            max_length=LONGEST,
         )
         fields = {"prompt": "question", "response": "answer"}
         rows = files.read_demonstrations(path, **fields)
-        shown = encoding.encode_demonstrations(gpt2, rows, max_length=LONGEST, **fields)
+        shown = encoding.encode_demonstrations(
+            TextContract(gpt2), rows, limits=Limits(LONGEST), **fields
+        )
         digests[f"gpt2/gsm8k/{split}/prompts"] = of(prompts)
         digests[f"gpt2/gsm8k/{split}/demonstrations"] = texts(shown)
     harmless = folder / "hh-rlhf-harmless" / "pairs.jsonl"
     preferences = encoding.encode_preferences(
-        gpt2, files.read_preferences(harmless), max_length=LONGEST
+        TextContract(gpt2), files.read_preferences(harmless), limits=Limits(LONGEST)
     )
     labelled = unpaired.encode_labelled(
-        gpt2,
+        TextContract(gpt2),
         unpaired.read_labelled(harmless),
-        max_length=CONTEXT,
+        limits=Limits(CONTEXT, overlong="drop"),
         seed=0,
-        overlong="drop",
     )
     digests["gpt2/hh-rlhf-harmless/preferences"] = pairs(preferences)
     digests["gpt2/hh-rlhf-harmless/labelled"] = of(

@@ -209,12 +209,11 @@ def test_models_are_counted(capsys, monkeypatch):
     reference = {"w": jax.ShapeDtypeStruct((2**20, 3), jnp.int8), "s": jnp.zeros(4)}
     report.model_table(
         [
-            ("policy", policy, True),
-            ("critic", policy, True),
-            ("reference", reference, False),
-            ("reward", None, False),
-        ],
-        models={},
+            report.Role("policy", policy, trained=True),
+            report.Role("critic", policy, trained=True),
+            report.Role("reference", reference),
+            report.Role("reward", None),
+        ]
     )
     text = capsys.readouterr().out
     assert text.splitlines()[-1] == "6,010 trainable, 3,145,732 frozen"
@@ -239,10 +238,9 @@ def test_rows_of_padding_are_no_parameters(tied, capsys, monkeypatch):
     )
     report.model_table(
         [
-            ("policy", decoder.shapes(padded), True),
-            ("reward", {"trunk": decoder.shapes(other)}, False),
-        ],
-        models={"policy": padded, "reward": other},
+            report.Role("policy", decoder.shapes(padded), padded, trained=True),
+            report.Role("reward", {"trunk": decoder.shapes(other)}, other),
+        ]
     )
     text = capsys.readouterr().out
     assert text.splitlines()[-1] == f"{counted:,} trainable, {others:,} frozen"

@@ -16,7 +16,7 @@ import pytest
 import toy_files
 import toys
 
-from rlhf_jax.algorithms.batch import Prompts
+from rlhf_jax.algorithms.batch import Prompts, Request
 from rlhf_jax.algorithms.grpo import GRPO
 from rlhf_jax.algorithms.policy_gradient.routing_replay import RoutingReplay
 from rlhf_jax.algorithms.self_check import SelfCheckError
@@ -72,9 +72,7 @@ def test_both_draw_what_the_program_of_an_iteration_does(outside):
         arguments = sharding.place((policy, KEY, np.int32(version)), mesh=mesh)
         placed_policy, key, stamp = arguments
         prompts = row_sharding.put_rows(PROMPTS, mesh=mesh)
-        expected = jax.device_get(
-            sample(placed_policy, prompts=prompts, key=key, version=stamp)
-        )
+        expected = jax.device_get(sample(placed_policy, Request(prompts, key, stamp)))
         here.load(policy, version=version)
         assert sampler.hand_over(policy, version=version) == 0
         for drawn in (
@@ -101,15 +99,15 @@ def test_the_experts_of_a_mixture_come_with_its_tokens():
         RECIPE, model=model, routing_replay=RoutingReplay("sampler")
     )
     mesh, policy = ONE_DEVICE.make(), toys.params(model)
-    arguments = {"prompts": PROMPTS, "key": KEY, "version": np.int32(0)}
+    request = Request(PROMPTS, KEY, np.int32(0))
     with OutsideSampler(
         process.ProcessSampler(recipe),
         home=mesh,
         max_new_tokens=recipe.max_new_tokens,
         record=recipe.routing_record,
     ) as sampler:
-        rollout = sampler(policy, **arguments)
-    expected = Sampler(recipe, mesh=mesh, home=mesh)(policy, **arguments)
+        rollout = sampler(policy, request)
+    expected = Sampler(recipe, mesh=mesh, home=mesh)(policy, request)
     chex.assert_trees_all_equal(rollout, expected)
     assert rollout.experts.shape == (4, 3 + 6, 3, 2)
     assert {*np.unique(rollout.experts)} == {-1, 0, 1, 2, 3}
@@ -175,9 +173,7 @@ def test_a_process_that_is_killed_while_idle_gets_its_weights_again(
         inner, home=mesh, max_new_tokens=RECIPE.max_new_tokens
     ) as sampler:
         policy = jax.tree.map(jax.numpy.asarray, params(0))
-        draw = functools.partial(
-            sampler, policy, prompts=PROMPTS, key=KEY, version=version
-        )
+        draw = functools.partial(sampler, policy, Request(PROMPTS, KEY, version))
         before = draw()
         os.kill(pid_of(inner), signal.SIGKILL)
         time.sleep(pause)  # before or after it is known

@@ -10,6 +10,7 @@ import toy_server
 from jax.sharding import NamedSharding, PartitionSpec
 from test_process_sampler import KEY, PROMPTS, RECIPE, params
 
+from rlhf_jax.algorithms.batch import Request
 from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshShape
 from rlhf_jax.samplers.process import ProcessSampler
 from rlhf_jax.samplers.server import ServerSampler
@@ -43,7 +44,7 @@ def draw(sampler, policy, mesh):
     where = NamedSharding(mesh, PartitionSpec())
     key, version = jax.device_put((KEY, VERSION), where)
     with jax.transfer_guard_device_to_device("disallow_explicit"):
-        return sampler(policy, prompts=PROMPTS, key=key, version=version)
+        return sampler(policy, Request(PROMPTS, key, version))
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import toy_files
 import toy_server
 
 from rlhf_jax import hf
-from rlhf_jax.algorithms.batch import Prompts
+from rlhf_jax.algorithms.batch import Prompts, Request
 from rlhf_jax.algorithms.grpo import GRPO
 from rlhf_jax.algorithms.self_check import SelfCheckError
 from rlhf_jax.devices.mesh_shape import ONE_DEVICE
@@ -278,7 +278,7 @@ def outside(url, **options):
 
 def draw(sampler, *, version=0):
     policy = jax.tree.map(jax.numpy.asarray, PARAMS)
-    return sampler(policy, prompts=PROMPTS, key=KEY, version=np.int32(version))
+    return sampler(policy, Request(PROMPTS, KEY, np.int32(version)))
 
 
 @pytest.mark.cases(quick=2)

@@ -33,12 +33,12 @@ def run(*words, heads=8):
     path = planned.model(**WIDE | {"heads": heads})
     config, options = planned.parsed("grpo", *words, path=path, chip="h100")
     target = measured.target(None, chip="h100", mesh=MeshShape(data=8))
-    return config, job.start_of(config, options, target=target)
+    return config, job.Job(options, target).start_of(config)
 
 
 def choose(*words, memory, heads=8, prompt=6, **others):
     config, start = run("--auto", *words, heads=heads)
-    among = auto.Devices(jax.devices()[:8], chips.CHIPS["h100"], memory, **others)
+    among = fastest.Devices(jax.devices()[:8], chips.CHIPS["h100"], memory, **others)
     return auto.chosen(config, start, among, prompt=prompt)
 
 
@@ -103,7 +103,7 @@ def test_what_is_given_or_not_asked_for_stays():
     assert made(config) == (MeshShape(data=2, fsdp=4), "dots", 8)
     enough = room_for(STATE + REFERENCE, remat="full", rows=1) + 64
     config, start = run()
-    among = auto.Devices(jax.devices()[:8], chips.CHIPS["h100"], enough)
+    among = fastest.Devices(jax.devices()[:8], chips.CHIPS["h100"], enough)
     for names, mesh, remat, micro in (
         (("mesh",), MeshShape(fsdp=8), "none", None),
         (("mesh", "remat"), MeshShape(fsdp=8), "none", None),
@@ -135,7 +135,7 @@ def test_gpus_of_several_nodes_share_weights_inside_of_them():
 
 def test_of_a_device_without_figures_nothing_is_chosen():
     config, start = run("--auto")
-    among = auto.Devices(jax.devices()[:8], None)
+    among = fastest.Devices(jax.devices()[:8], None)
     same, lines = auto.chosen(config, start, among, prompt=6)
     assert same == config
     assert lines == [
@@ -148,7 +148,7 @@ def test_rows_of_a_cache_that_has_no_room_are_decoded_in_turns(monkeypatch):
     """As if every layout had room for eight rows."""
     tried = []
 
-    def placed(config, models, **known):
+    def placed(config, models, among, **known):
         rows = models.recipe.continuous_batching or config.batch.batch_size
         tried.append(rows)
         assert known["prompt"] == 6
@@ -211,8 +211,8 @@ def choose_of(name, *words, memory, heads=8):
     path = planned.model(**WIDE | {"heads": heads})
     config, options = planned.parsed(name, "--auto", *words, path=path, chip="h100")
     target = measured.target(None, chip="h100", mesh=MeshShape(data=8))
-    start = job.start_of(config, options, target=target)
-    among = auto.Devices(jax.devices()[:8], chips.CHIPS["h100"], memory)
+    start = job.Job(options, target).start_of(config)
+    among = fastest.Devices(jax.devices()[:8], chips.CHIPS["h100"], memory)
     task, lines = auto.chosen_of_task(supervised.TASKS[name](config), start, among)
     return task.config, lines
 

@@ -24,6 +24,8 @@ from rlhf_jax import hf, policy, rewards
 from rlhf_jax.algorithms.flow import rollout
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.data import batches, encoding, files
+from rlhf_jax.data.lengths import Limits
+from rlhf_jax.data.text import TextContract
 from rlhf_jax.runs import command_line, metrics
 from rlhf_jax.train.methods import ppo
 from rlhf_jax.train.supervised import reward_model, sft
@@ -103,7 +105,7 @@ def test_the_reward_is_standard_on_samples_of_the_reference(tuned, scorer, share
 def sampled_scores(start, model, params, shared_data):
     rows = files.read_preferences(shared_data / "hh-rlhf-harmless" / "pairs.jsonl")
     pairs = encoding.encode_preferences(
-        start.tokenizer, rows, max_length=64, overlong="drop"
+        TextContract(start.tokenizer), rows, limits=Limits(64, overlong="drop")
     )
     prompts = [pair.prompt for pair in pairs if len(pair.prompt) <= 56]
     batch = batches.prompt_batches(prompts, batch_size=128, seed=9, pad_id=0)[0]

@@ -13,6 +13,8 @@ from tiers import one_in
 from rlhf_jax import fingerprint, hf, policy
 from rlhf_jax.data import batches, encoding, tokenization
 from rlhf_jax.data.examples import Example
+from rlhf_jax.data.lengths import Limits
+from rlhf_jax.data.text import TextContract
 from rlhf_jax.runs import command_line, metrics, run
 from rlhf_jax.train.supervised import dpo
 
@@ -58,7 +60,7 @@ def logprobs(folder, side):
     """log π(answer | prompt) of each of `PAIRS`, by the saved checkpoint."""
     model, params = hf.load(folder)
     reader = tokenization.load_tokenizer(folder)
-    pairs = encoding.encode_preferences(reader, PAIRS, max_length=16)
+    pairs = encoding.encode_preferences(TextContract(reader), PAIRS, limits=Limits(16))
     [texts] = batches.sequences_in_order(
         [Example(pair.prompt, getattr(pair, side)) for pair in pairs],
         batch_size=len(PAIRS),

@@ -1,5 +1,6 @@
 """GRPO on GSM8K at toy size: it learns, resumes to the bit, and refuses early."""
 
+import contextlib
 import dataclasses
 import functools
 import shutil
@@ -14,6 +15,7 @@ from tiers import one_in
 
 import rlhf_jax.train.methods.grpo
 from rlhf_jax import config, fingerprint, grpo, hf
+from rlhf_jax.algorithms.batch import Request
 from rlhf_jax.algorithms.policy_gradient import iteration
 from rlhf_jax.algorithms.self_check import TOLERANCE
 from rlhf_jax.checkpoints import pretrained
@@ -147,8 +149,8 @@ def test_the_mixture_is_sampled_with_the_run_s_reference(files, monkeypatch):
     )
     meshes = build.Meshes.of(config)
     models = build.build(config, pretrained.load(config.start.model), meshes=meshes)
-    sampler = make_sampler(config, models, meshes=meshes)
-    output = sampler(jnp.float32(1), prompts=jnp.float32(3), key=jnp.float32(4))
+    sampler = make_sampler(config, models, meshes=meshes, stack=contextlib.ExitStack())
+    output = sampler(jnp.float32(1), Request(jnp.float32(3), jnp.float32(4)))
     assert output == 4
     stored = jax.tree.leaves(recorded_options["frozen"].reference.stored)
     expected = jax.tree.leaves(models.reference.stored)

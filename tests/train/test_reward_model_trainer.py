@@ -9,6 +9,8 @@ import toy_files
 
 from rlhf_jax import hf, rewards
 from rlhf_jax.data import batches, encoding, tokenization
+from rlhf_jax.data.lengths import Limits
+from rlhf_jax.data.text import TextContract
 from rlhf_jax.runs import command_line
 from rlhf_jax.train.supervised import reward_model
 
@@ -47,7 +49,9 @@ def play(out, files, *argv):
 def scores_of_written(folder):
     model, params = hf.load_reward(folder)
     reader = tokenization.load_tokenizer(folder)
-    examples = encoding.encode_demonstrations(reader, WRITTEN, max_length=16)
+    examples = encoding.encode_demonstrations(
+        TextContract(reader), WRITTEN, limits=Limits(16)
+    )
     [texts] = batches.sequences_in_order(examples, batch_size=3, pad_id=0)
     score = jax.jit(rewards.sequence_scores, static_argnames="model")
     return np.asarray(score(params, model=model, tokens=texts.tokens, mask=texts.mask))

@@ -13,6 +13,7 @@ import pytest
 import toys
 
 from rlhf_jax import grpo
+from rlhf_jax.algorithms.batch import Request
 from rlhf_jax.algorithms.flow import rollout as rollouts
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
@@ -37,7 +38,7 @@ def sampled(home, mesh):
     rows = tuple(length for length in (4, 2, 3, 1) for _ in range(2))
     prompts = row_sharding.put_rows(toys.prompts(rows), mesh=home)
     sampler = Sampler(RECIPE, mesh=mesh, home=home)
-    rollout = sampler(params, prompts=prompts, key=sharding.place(KEY, mesh=home))
+    rollout = sampler(params, Request(prompts, sharding.place(KEY, mesh=home)))
     compiled = sampler._sample.lower(
         sharding.place(params, mesh=mesh),
         prompts=row_sharding.put_rows(prompts, mesh=mesh),
@@ -88,8 +89,9 @@ def drawn(dtype="float32", *, cache="same", model=MODEL, home=None, mesh=None):
     sampler = Sampler(recipe, mesh=mesh, home=home, options=options)
     rollout = sampler(
         params,
-        prompts=row_sharding.put_rows(pairs(), mesh=home),
-        key=sharding.place(KEY, mesh=home),
+        Request(
+            row_sharding.put_rows(pairs(), mesh=home), sharding.place(KEY, mesh=home)
+        ),
     )
     return jax.device_get((rollout, params))
 

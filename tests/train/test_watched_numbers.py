@@ -11,6 +11,7 @@ import toys
 
 from rlhf_jax import masked, rewards
 from rlhf_jax.algorithms import batch
+from rlhf_jax.algorithms.batch import Request
 from rlhf_jax.algorithms.grpo import GRPO
 from rlhf_jax.samplers import agreement, protocol
 from rlhf_jax.train import loop
@@ -194,21 +195,25 @@ def test_redraws_are_counted_and_every_group_that_was_drawn():
 
     steps = []
 
-    def draw(policy, *, prompts, key, version):
-        steps.append(prompts)
-        return rollout_of(len(steps)), len(steps)
+    def of_draw(number):
+        scores = rewards.Scores(toys.array(DRAWS[number]))
+        return types.SimpleNamespace(rollout=rollout_of(number), scored=scores)
+
+    def draw(policy, step):
+        steps.append(step)
+        return of_draw(len(steps))
 
     sampler = types.SimpleNamespace(max_redraws=7)
     run = types.SimpleNamespace(
         config=types.SimpleNamespace(sampler=sampler, num_steps=10),
         programs=types.SimpleNamespace(recipe=types.SimpleNamespace(rows_per_prompt=3)),
-        prompts=range(100),
-        key=lambda step: step,
+        request=lambda step, version: step,
         draw=draw,
-        scored=lambda rollout, number: rewards.Scores(toys.array(DRAWS[number])),
+        shown=lambda rollout: rollout,
+        rewards=None,
     )
     train = types.SimpleNamespace(policy=None, step=4)
-    mixed, early, stats = loop.fill(run, rollout_of(0), 0, train, step=4)
+    mixed, stats = loop.fill(run, of_draw(0), train, step=4)
     assert steps == [14, 24]
     equal = [
         len(set(scores[first : first + 3])) == 1
@@ -221,9 +226,10 @@ def test_redraws_are_counted_and_every_group_that_was_drawn():
             "group/drawn_equal_fraction": sum(equal) / len(equal),
         }
     )
-    np.testing.assert_array_equal(mixed.tokens[:, 0], [2, 2, 2, 0, 0, 0, 2, 2, 2])
-    (scores,) = early.values()
-    np.testing.assert_array_equal(scores.total, [0, 0, 3, 0.5, 0, 1, 1, 2, 1])
+    tokens = mixed.rollout.tokens[:, 0]
+    np.testing.assert_array_equal(tokens, [2, 2, 2, 0, 0, 0, 2, 2, 2])
+    total = mixed.scored.total
+    np.testing.assert_array_equal(total, [0, 0, 3, 0.5, 0, 1, 1, 2, 1])
 
 
 # Samplers.
@@ -267,9 +273,7 @@ def test_the_check_after_a_hand_over_is_the_largest_mean_distance_of_a_response(
 
     sampler = OutsideSampler(Server(), home=MESH, max_new_tokens=toys.SIZE)
     assert sampler.stats() == {}
-    sampler.draw(
-        params, prompts=check.prompts, key=jax.random.key(0), version=jnp.int32(3)
-    )
+    sampler.draw(params, Request(check.prompts, jax.random.key(0), jnp.int32(3)))
     assert means(sampler.stats()) == pytest.approx(
         {"policy/sampler_check": max(distances)}, rel=1e-4
     )

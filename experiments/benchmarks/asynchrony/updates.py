@@ -35,7 +35,7 @@ import tyro
 
 from benchmarks.asynchrony.verifier import Slow
 from rlhf_jax import config, decoder, grpo, kl_control, state
-from rlhf_jax.algorithms.batch import Prompts, Rollout
+from rlhf_jax.algorithms.batch import Prompts, Request, Rollout
 from rlhf_jax.algorithms.policy_gradient.corrections import Truncate
 from rlhf_jax.functional import checks
 from rlhf_jax.roles.reference import storage
@@ -142,13 +142,13 @@ class Turns:
         )
 
     def draw(
-        self, policy: Params, *, prompts: Prompts, key: Array, version: Array
+        self, policy: Params, request: Request
     ) -> tuple[Rollout, Callable[[], dict[str, Scores]]]:
         """Samples on the last device and starts the verifiers."""
-        policy, prompts, key, version = jax.device_put(
-            (policy, prompts, key, version), self._away
+        policy, asked = jax.device_put((policy, request), self._away)
+        rollout = self._sample(
+            policy, prompts=asked.prompts, key=asked.key, version=asked.version
         )
-        rollout = self._sample(policy, prompts=prompts, key=key, version=version)
         rollout = jax.device_put(rollout, self._home)
         pending = self._reward.submit(rollout)
         return rollout, lambda: {"verifier": pending.collect()}
@@ -172,9 +172,9 @@ class Turns:
                 since = time.perf_counter()
                 rollout, pending = self.draw(
                     train.policy,
-                    prompts=self.prompts(step),
-                    key=jax.random.fold_in(key, step),
-                    version=train.step,
+                    Request(
+                        self.prompts(step), jax.random.fold_in(key, step), train.step
+                    ),
                 )
                 [scores] = pending().values()
                 waited += time.perf_counter() - since
@@ -182,11 +182,15 @@ class Turns:
             jax.block_until_ready(train)
             seconds = time.perf_counter() - start
             return {"seconds": seconds, "trainer": waited, "sampler": seconds - waited}
+
+        def request(step: int, version: Array) -> Request:
+            version = jnp.array(version, copy=True)  # the update donates it
+            return Request(self.prompts(step), jax.random.fold_in(key, step), version)
+
         queue = RolloutQueue(
             self.draw,
             hand_over=storage.store,
-            prompts=self.prompts,
-            key=key,
+            request=request,
             staleness=staleness,
             num_steps=options.updates,
             threaded=True,

@@ -39,6 +39,7 @@ from benchmarks.turns.conversations import (
 )
 from benchmarks.turns.whole import Whole
 from rlhf_jax import decoder
+from rlhf_jax.algorithms.batch import Request
 from rlhf_jax.algorithms.grpo import GRPO
 from rlhf_jax.environments.episodes import Limits
 from rlhf_jax.models.generation.episode_places import Arrivals, Episodes
@@ -73,11 +74,7 @@ def by_episodes(params: Any, *, options: Config, sampler: EpisodeSampler) -> Mea
     assert isinstance(programs, Timed)
     programs.seconds, programs.tokens_run = 0.0, 0
     began = time.perf_counter()
-    drawn = sampler(
-        params,
-        prompts=prompts(options),
-        key=jax.random.key(options.seed),
-    )
+    drawn = sampler(params, Request(prompts(options), jax.random.key(options.seed)))
     seconds = time.perf_counter() - began
     sampled = int(np.sum(drawn.rollout.response_mask))
     # The stop token of a turn is read together with the next observation.

@@ -22,7 +22,13 @@ from pipeline.options import TRAIN_PROMPTS
 from worlds import reviews
 
 from rlhf_jax import critic, dpo, grpo, masked, ppo, rewards, state
-from rlhf_jax.algorithms.batch import PackedPreferences, Prompts, Rollout, Scored
+from rlhf_jax.algorithms.batch import (
+    PackedPreferences,
+    Prompts,
+    Request,
+    Rollout,
+    Scored,
+)
 from rlhf_jax.algorithms.flow import shaping
 from rlhf_jax.algorithms.grpo.experience import Baseline
 from rlhf_jax.algorithms.policy_gradient import iteration as policy_gradient
@@ -204,9 +210,8 @@ def _online(
 
     sample = jax.jit(functools.partial(policy_gradient.sample, recipe=recipe))
 
-    def draw(
-        policy: Params, *, prompts: Prompts, key: Array, version: Array
-    ) -> tuple[Rollout, dict[str, Scores]]:
+    def draw(policy: Params, request: Request) -> tuple[Rollout, dict[str, Scores]]:
+        prompts, key, version = request.prompts, request.key, request.version
         return sample(policy, prompts=prompts, key=key, version=version), {}
 
     ahead = options.staleness > 0

@@ -32,6 +32,7 @@ from pipeline.preferences import text_of
 from pipeline.samples import careful_gold
 
 from rlhf_jax import masked
+from rlhf_jax.algorithms.batch import Request
 from rlhf_jax.algorithms.policy_gradient.corrections import staleness
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.runs import command_line, folder, report, run
@@ -59,12 +60,18 @@ def train(
     }
     ahead = None
     if trainer.draw is not None:
+        asked = trainer.batches(models)
+
+        def request(step: int, version: jax.Array) -> Request:
+            version = jnp.array(version, copy=True)  # the update donates it
+            key = jax.random.fold_in(models.train_key, step)
+            return Request(asked[step], key, version)
+
         # Without a thread: the study is about the effect of older samples, not speed.
         ahead = RolloutQueue(
             trainer.draw,
             hand_over=storage.store,
-            prompts=trainer.batches(models).__getitem__,
-            key=models.train_key,
+            request=request,
             staleness=options.staleness,
             num_steps=trainer.num_steps,
             threaded=False,

@@ -31,6 +31,7 @@ from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import encoding, files
 from rlhf_jax.data.examples import Pair
 from rlhf_jax.data.json_lines import Row
+from rlhf_jax.data.lengths import Limits
 from rlhf_jax.devices import precision
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import folder
@@ -101,10 +102,9 @@ def write(path: Path, rows: Iterable[Any]) -> int:
 def encoded(start: Pretrained, rows: Sequence[Row]) -> list[Pair]:
     """Encodes pairs of any length, in order."""
     return encoding.encode_preferences(
-        start.tokenizer,
+        start.contract(),
         rows,
-        max_length=ANY_LENGTH,
-        stop_ids=start.stop_ids,
+        limits=Limits(ANY_LENGTH),
     )
 
 

@@ -15,6 +15,7 @@ from rlhf_jax.algorithms.flow import rollout
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.data import batches, digests, encoding, json_lines
 from rlhf_jax.data.examples import Example
+from rlhf_jax.data.text import TextContract
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import storage
@@ -31,7 +32,9 @@ def blocks(options: Preparation) -> tuple[ModelConfig, Params, list[Example]]:
     if options.model is not None:
         start = pretrained.load(options.model)
         start.limit(size)
-        examples = encoding.encode_text(start.tokenizer, text, block_size=size)
+        examples = encoding.encode_text(
+            TextContract(start.tokenizer), text, block_size=size
+        )
         return start.model, start.params, examples
     model = config.gpt2(
         vocab_size=256,

@@ -24,6 +24,7 @@ from matplotlib.figure import Figure
 from studies import finished
 from studies.finished import Finished
 
+from rlhf_jax.algorithms.batch import Request
 from rlhf_jax.algorithms.flow import score
 from rlhf_jax.data import batches
 from rlhf_jax.data.receipts import Receipts
@@ -116,9 +117,11 @@ class Player:
         for number in range(-(-episodes // self._batch)):
             rollout, scores = self._draw(
                 policy,
-                prompts=self._prompts[number],
-                key=jax.random.fold_in(jax.random.key(0), number),
-                version=jnp.int32(0),
+                Request(
+                    self._prompts[number],
+                    jax.random.fold_in(jax.random.key(0), number),
+                    jnp.int32(0),
+                ),
             )
             ref_logprobs = self._reference_logprobs(frozen_reference, rollout=rollout)
             ratio = np.asarray(ref_logprobs - rollout.old_logprobs)

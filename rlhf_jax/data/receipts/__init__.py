@@ -3,7 +3,8 @@
 receipts = Receipts()
 data = receipts.source("--data", "demos.jsonl")
 rows = files.read_demonstrations("demos.jsonl", receipt=data)
-examples = encoding.encode_demonstrations(tokenizer, rows, max_length=64, receipt=data)
+contract = TextContract(tokenizer, receipt=data)
+examples = encoding.encode_demonstrations(contract, rows, limits=Limits(64))
 data.use("training", items.of_texts(examples))
 run.Run(options, num_steps=..., data=receipts.to_json(decode=...))
 """

@@ -58,9 +58,10 @@ class TextContract:
         Args:
           stop_ids: tokens that end a response; a response without one gets the first.
             None is the tokenizer's EOS.
-          receipt: notes the rows whose texts contain that of a control token.
+          receipt: of the rows; notes those whose texts contain that of a control
+            token.
         """
-        self.tokenizer = tokenizer
+        self.tokenizer, self.receipt = tokenizer, receipt
         eos = tokenizer.eos_token_id
         self.stop_ids: tuple[int, ...] = tuple(
             stop_ids if stop_ids else [eos] if isinstance(eos, int) else []

@@ -123,7 +123,7 @@ class Policy(TemplateLM):
 
     @functools.cached_property
     def _contract(self) -> TextContract:
-        return self._start.contract
+        return self._start.contract()
 
     @property
     def tokenizer_name(self) -> str:

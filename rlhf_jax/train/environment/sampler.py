@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from rlhf_jax.algorithms.batch import Prompts, Rollout
+from rlhf_jax.algorithms.batch import Request, Rollout
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.turns import TurnEncoder
@@ -42,7 +42,7 @@ Array = jax.Array
 Params = Any
 
 
-class Drawn(NamedTuple):
+class EndedEpisodes(NamedTuple):
     """Episodes and their scores."""
 
     rollout: Rollout
@@ -51,7 +51,7 @@ class Drawn(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class EpisodeSampler:
-    """Draws an episode from every row of prompts; implements `rollouts.queue.Draw`."""
+    """Draws an episode from every row of prompts."""
 
     programs: EpisodePrograms  # with columns for a prompt and `limits.tokens`
     _: dataclasses.KW_ONLY
@@ -62,20 +62,12 @@ class EpisodeSampler:
     states: Sequence[bytes]  # pickled starts of episodes, by `Prompts.index`
     home: Mesh | None = None  # of rollouts; None: this process's rows, on the host
 
-    def __call__(
-        self,
-        policy: Params,
-        *,
-        prompts: Prompts,
-        key: Array,
-        version: Array | None = None,
-    ) -> Drawn:
+    def __call__(self, policy: Params, request: Request) -> EndedEpisodes:
         """Draws an episode from every row of prompts.
 
         Args:
-          prompts: Prompts[B, P]; one of several processes may pass only its own rows.
-          key: of this step; the sampler takes the first of the two keys split from it.
-          version: i32[], `TrainState.step` of the policy; None stamps no token.
+          request: Prompts[B, P], of which one of several processes may pass only its
+            own rows; the first of the two keys split from the key is taken.
 
         Returns:
           Rollout[B, P + R] and Scores[B].
@@ -83,7 +75,8 @@ class EpisodeSampler:
         Raises:
           StopError: the environment failed, with --on-failure stop.
         """
-        mine = row_sharding.local_rows(prompts)
+        mine = row_sharding.local_rows(request.prompts)
+        key, version = request.key, request.version
         keys = self.programs.row_keys(key, index=mine.index, sample=mine.sample)
         with self.programs.holding(policy, key=key):
             ended = Play(
@@ -102,7 +95,7 @@ class EpisodeSampler:
             stamped = np.where(rollout.response_mask, int(version), 0)
             rollout = dataclasses.replace(rollout, version=stamped.astype(np.int32))
         leave_out = self.pool.on_failure == "leave_out"
-        drawn = Drawn(rollout, ended.scores(leave_out=leave_out))
+        drawn = EndedEpisodes(rollout, ended.scores(leave_out=leave_out))
         if self.home is None:
             return drawn
         return row_sharding.put_computed(drawn, mesh=self.home)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from rlhf_jax.algorithms.batch import Prompts, Rollout
+from rlhf_jax.algorithms.batch import Prompts, Request, Rollout
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.devices import processes, row_sharding
@@ -64,7 +64,7 @@ class Played:
             )
         sampler = self._samplers[shape, greedy]
         mine = row_sharding.own_rows(prompts, mesh=self._mesh)
-        rollout, scores = sampler(frozen.read(model), prompts=mine, key=key)
+        rollout, scores = sampler(frozen.read(model), Request(mine, key))
         sampler.free()  # one cache at a time
         return rollout, processes.whole(scores)
 
@@ -112,9 +112,7 @@ def begin_episodes(
         options.data.prompts,
         pool=opened.pool,
         encoder=opened.encoder,
-        room=reader.room(max_new_tokens=options.max_new_tokens),
-        more="lower --max-new-tokens",
-        overlong=options.data.overlong,
+        limits=options.limits(reader),
         receipt=receipt,
     )
     return Played(options, opened=opened, begun=begun, start=reader, mesh=mesh)

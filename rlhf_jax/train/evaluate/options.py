@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated
 
+from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.data.lengths import Limits
 from rlhf_jax.devices.placement import PolicyPlacement
 from rlhf_jax.evaluation.figures import Kind
 from rlhf_jax.functional import checks
@@ -126,6 +128,11 @@ class Config(RunConfig):
         capabilities.need(num_texts, "--texts", has=self.texts is not None)
         judge = {f"--judge {self.judge}": self.judge is not None}
         capabilities.need(judge, "--reference", has=self.reference is not None)
+
+    def limits(self, reader: Pretrained) -> Limits:
+        """Returns the limits on a prompt; `reader` is --model, without parameters."""
+        room = reader.room(max_new_tokens=self.max_new_tokens)
+        return Limits(room, self.data.overlong, more="lower --max-new-tokens")
 
     @property
     def rewards(self) -> Rewards:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import shutil
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import jax
 
 from rlhf_jax.checkpoints import frozen_models, hf, pretrained
+from rlhf_jax.checkpoints.frozen_models import Loader
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import digests, json_lines
 from rlhf_jax.data.receipts import Receipt, Receipts, items
@@ -27,6 +27,7 @@ from rlhf_jax.roles.rewards import verifiers
 from rlhf_jax.runs import command_line, folder, lock, metrics, report, run
 from rlhf_jax.runs.object_storage import mirror
 from rlhf_jax.runs.proof import run_files
+from rlhf_jax.runs.report import Role
 from rlhf_jax.train.evaluate import responses, results, scoring
 from rlhf_jax.train.evaluate.episodes import begin_episodes
 from rlhf_jax.train.evaluate.options import Config
@@ -91,22 +92,15 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
     start = load_start(
         options.start.model, options=options.start, mesh=mesh, start=reader
     )
-    on_mesh: dict[str, Any] = {
-        "policy": start,
-        "storage": frozen_models.COPY,
-        "mesh": mesh,
-        "sharding": functools.partial(sharding.shardings, mesh=mesh),
-    }
-    models: dict[Model, Frozen] = {
-        "policy": frozen_models.load_reference(None, **on_mesh)
-    }
+    loader, copy = Loader(start, mesh), frozen_models.COPY
+    models: dict[Model, Frozen] = {"policy": loader.reference(None, storage=copy)}
     start = start._replace(params=None)  # the frozen copy suffices
-    on_mesh["policy"] = start
+    loader = loader._replace(policy=start)
     if options.reference is not None:
-        models["reference"] = frozen_models.load_reference(options.reference, **on_mesh)
+        models["reference"] = loader.reference(options.reference, storage=copy)
     reward_model = None
     if options.reward_model is not None:
-        reward_model = frozen_models.load_reward_model(options.reward_model, **on_mesh)
+        reward_model = loader.reward_model(options.reward_model, storage=copy)
     programs = Programs(options, start=start, mesh=mesh)
     key = sharding.place(jax.random.key(options.seed), mesh=mesh)
     answers = answering(pools.verifiers.get("verifier"))
@@ -159,8 +153,7 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
             # A reward or judge that fails at once leaves no run folder.
             unscored.callback(empty, job.folder)
         report.model_table(
-            [(name, model.stored, False) for name, model in beside.items()],
-            models=shapes,
+            [Role(name, one.stored, shapes[name]) for name, one in beside.items()]
         )
         for step in stage.steps():
             batch = evaluation.batch(step, guard=stage.user_code)
@@ -249,8 +242,7 @@ def read_asked(
         options.data.prompts,
         options=options.data,
         start=reader,
-        room=reader.room(max_new_tokens=options.max_new_tokens),
-        more="lower --max-new-tokens",
+        limits=options.limits(reader),
         receipt=receipt,
     )
     pools.tell(receipt)

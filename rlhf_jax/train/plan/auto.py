@@ -16,26 +16,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshShape
 from rlhf_jax.devices.placement import AUTO
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import Remat
-from rlhf_jax.planning import chips, memory_check, workload
-from rlhf_jax.planning.chips import Chip
+from rlhf_jax.planning import workload
 from rlhf_jax.train import shapes
 from rlhf_jax.train.build import Meshes
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.config.supervised import SupervisedConfig
 from rlhf_jax.train.plan.updates import Update, of_policy_gradient, of_task
 from rlhf_jax.train.rollouts import fastest
+from rlhf_jax.train.rollouts.fastest import Devices
 from rlhf_jax.train.supervised.task import Task
 
 AnyConfig: TypeAlias = PolicyGradientConfig | SupervisedConfig
@@ -43,41 +42,6 @@ Config = TypeVar("Config", bound=AnyConfig)
 GIB = 2**30
 # Cost of an update in forward passes: full remat repeats all of one, dots a part.
 PASSES: dict[Remat, float] = {"none": 3.0, "dots": 3.1, "full": 4.0}
-
-
-class Devices(NamedTuple):
-    """The devices that a run may use."""
-
-    devices: Sequence[Any]
-    chip: Chip | None  # None is a chip without known figures, such as a CPU
-    memory: int | None = None  # bytes for programs; None takes the chip's table
-    per_node: int | None = None  # number of devices with fast links; None is all
-
-    @classmethod
-    def here(cls) -> Self:
-        """Returns all devices of this run."""
-        devices = jax.devices()
-        chip = chips.of_device(devices[0])
-        memory = memory_check.limit(jax.local_devices()[0])
-        return cls(devices, chip, memory, chips.per_node(chip))
-
-    @property
-    def one(self) -> Mesh:
-        """A mesh of one device, on which shapes are made."""
-        return ONE_DEVICE.make(list(self.devices[:1]))
-
-    @property
-    def room(self) -> float:
-        """Bytes of a device for models, optimizers, gradients and activations."""
-        assert self.chip is not None
-        memory = self.chip.memory if self.memory is None else self.memory
-        return fastest.ROOM * memory
-
-    def rate(self, devices: int) -> float:
-        """Returns bytes per second between `devices` neighbouring devices."""
-        assert self.chip is not None
-        far = self.per_node is not None and devices > self.per_node
-        return self.chip.network if far and self.chip.network else self.chip.links
 
 
 class Fit(NamedTuple):
@@ -260,15 +224,14 @@ def _places(
     """Lowers the number of rows decoded at a time until a sampling mesh has room."""
     shape, rows = config.placement.policy, config.batch.batch_size
     mesh = shape.make(list(among.devices)[: shape.size])
-    tried, known = config, among._asdict()
-    del known["devices"]
+    tried = config
     fixed = config.method.continuous_batching is not None
     here = config.placement.sampler == AUTO and fastest.can_move(config)
     if fixed or not here or not _may("cache", config):
         return config, []
     while rows >= shape.size > 1:
         models = shapes.of_run(tried, meshes=Meshes(mesh, mesh, mesh), start=start)
-        _, fits = fastest.placed(tried, models, mesh=mesh, prompt=prompt, **known)
+        _, fits = fastest.placed(tried, models, among, mesh=mesh, prompt=prompt)
         if fits is not None and tried is config:
             return config, [f"  KV cache: all {rows} rows are decoded at a time"]
         if fits is not None:

@@ -63,12 +63,5 @@ def parse(argv: Sequence[str]) -> tuple[Any, Options]:
         for field in (of_data, "out")
         if not any(text.partition("=")[0] == f"--{field}" for text in rest)
     ]
-    config = command_line.parse(
-        module.Config,
-        description=None,
-        presets=getattr(module, "PRESETS", None),
-        renamed=commands.successors(module.Config),
-        prog=f"rlhf-jax plan {name}",
-        argv=[*missing, *rest],
-    )
-    return config, options
+    prog = f"rlhf-jax plan {name}"
+    return commands.parse(module, [*missing, *rest], prog=prog), options

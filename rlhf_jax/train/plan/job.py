@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 
@@ -26,6 +26,7 @@ from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.config.supervised import SupervisedConfig
 from rlhf_jax.train.plan import auto, policy_gradient, supervised
 from rlhf_jax.train.rollouts import fastest
+from rlhf_jax.train.rollouts.fastest import Devices
 
 Config: TypeAlias = PolicyGradientConfig | SupervisedConfig
 
@@ -70,39 +71,6 @@ class Options:
         return f"{self.chip}:{self.topology}"
 
 
-def workload_of(
-    config: Config,
-    options: Options,
-    *,
-    target: Target,
-    lengths: Sequence[int] | None = None,
-) -> Workload:
-    """Returns the workload of a step.
-
-    Args:
-      lengths: of responses in increasing order, tokens; None fills all columns.
-    """
-    texts = 2 if config.name in supervised.PAIRS else 1
-    rows = texts * config.batch.batch_size
-    longest = columns_of(config, options) - options.prompt_length
-    responses = (longest,) * rows
-    if lengths is not None:
-        checks.within(
-            most=longest,
-            advice="raise --max-new-tokens or --max-length",
-            **{"tokens of a response in --lengths": lengths[-1]},
-        )
-        responses = histogram.spread(lengths, rows=rows)
-    batch = Texts(options.prompt_length, responses)
-    start = start_of(config, options, target=target)
-    if isinstance(config, SupervisedConfig):
-        columns = columns_of(config, options)
-        return supervised.workload_of(
-            config, start, mesh=target.mesh, columns=columns, texts=batch
-        )
-    return policy_gradient.workload_of(config, start, mesh=target.mesh, texts=batch)
-
-
 def chosen(config: Config, options: Options) -> tuple[Config, list[str]]:
     """Returns the config with the choices of `--auto` for these chips, and a report.
 
@@ -116,8 +84,8 @@ def chosen(config: Config, options: Options) -> tuple[Config, list[str]]:
     among = jax.devices() if options.slice is None else compiled.slice_of(options.slice)
     every = MeshShape(data=len(among))
     target = measured.target(options.slice, chip=options.chip, mesh=every)
-    start = start_of(config, options, target=target)
-    devices = auto.Devices(among, target.chip, per_node=target.per_node)
+    start = Job(options, target).start_of(config)
+    devices = Devices(among, target.chip, per_node=target.per_node)
     if isinstance(config, SupervisedConfig):
         task = supervised.TASKS[config.name](config)
         task, lines = auto.chosen_of_task(task, start, devices)
@@ -125,53 +93,71 @@ def chosen(config: Config, options: Options) -> tuple[Config, list[str]]:
     return auto.chosen(config, start, devices, prompt=options.prompt_length)
 
 
-def placed(
-    config: Config, options: Options, *, target: Target
-) -> tuple[Config, str | None]:
-    """Replaces `auto` by the place of the sampler on these chips (`fastest.placed`).
+class Job(NamedTuple):
+    """The chips that runs are planned for, and the lengths of their responses."""
 
-    Raises:
-      InputError: as `workload_of`.
-    """
-    if isinstance(config, SupervisedConfig) or config.placement.sampler != AUTO:
-        return config, None
-    mesh = target.mesh
-    return fastest.placed(
-        config,
-        shapes.of_run(
+    options: Options
+    target: Target
+    lengths: Sequence[int] | None = None  # increasing, tokens; None fills all columns
+
+    def workload_of(self, config: Config) -> Workload:
+        """Returns the workload of a step."""
+        options, lengths, mesh = self.options, self.lengths, self.target.mesh
+        texts = 2 if config.name in supervised.PAIRS else 1
+        rows, columns = texts * config.batch.batch_size, columns_of(config, options)
+        longest = columns - options.prompt_length
+        responses = (longest,) * rows
+        if lengths is not None:
+            checks.within(
+                most=longest,
+                advice="raise --max-new-tokens or --max-length",
+                **{"tokens of a response in --lengths": lengths[-1]},
+            )
+            responses = histogram.spread(lengths, rows=rows)
+        batch, start = Texts(options.prompt_length, responses), self.start_of(config)
+        if isinstance(config, SupervisedConfig):
+            return supervised.workload_of(
+                config, start, mesh=mesh, columns=columns, texts=batch
+            )
+        return policy_gradient.workload_of(config, start, mesh=mesh, texts=batch)
+
+    def placed(self, config: Config) -> tuple[Config, str | None]:
+        """Replaces `auto` by the place of the sampler on the chips (`fastest.placed`).
+
+        Raises:
+          InputError: as `workload_of`.
+        """
+        if isinstance(config, SupervisedConfig) or config.placement.sampler != AUTO:
+            return config, None
+        target, mesh = self.target, self.target.mesh
+        meshes, start = Meshes(mesh, mesh, mesh), self.start_of(config)
+        return fastest.placed(
             config,
-            meshes=Meshes(mesh, mesh, mesh),
-            start=start_of(config, options, target=target),
-        ),
-        mesh=mesh,
-        chip=target.chip,
-        prompt=options.prompt_length,
-        per_node=target.per_node,
-    )
+            shapes.of_run(config, meshes=meshes, start=start),
+            Devices([*mesh.devices.flat], target.chip, per_node=target.per_node),
+            mesh=mesh,
+            prompt=self.options.prompt_length,
+        )
 
-
-def start_of(config: Config, options: Options, *, target: Target) -> Pretrained:
-    """Returns --model without parameters or tokenizer, with the chips' attention."""
-    start, context = config.start, config.placement.policy.context
-    shape = _shape(config)
-    layout.refuse_context(start.attention, context=context, model=shape)
-    layout.refuse_expert_axis(config.placement.policy.expert, model=shape)
-    model = dataclasses.replace(
-        shape,
-        dtype=start.dtype,
-        remat=start.remat,
-        attention=start.attention,
-    )
-    backend = layout.backend_of(target.mesh.abstract_mesh)
-    choice = layout.choose(
-        model,
-        columns=columns_of(config, options),
-        backend=backend,
-        context=context,
-        tensor=config.placement.policy.tensor,
-    )
-    model = dataclasses.replace(model, attention=choice.engine)
-    return shapes.start(model, backend=backend)
+    def start_of(self, config: Config) -> Pretrained:
+        """Returns --model without parameters, with the attention of the chips."""
+        start, placed = config.start, config.placement.policy
+        shape = _shape(config)
+        layout.refuse_context(start.attention, context=placed.context, model=shape)
+        layout.refuse_expert_axis(placed.expert, model=shape)
+        model = dataclasses.replace(
+            shape, dtype=start.dtype, remat=start.remat, attention=start.attention
+        )
+        backend = layout.backend_of(self.target.mesh.abstract_mesh)
+        choice = layout.choose(
+            model,
+            columns=columns_of(config, self.options),
+            backend=backend,
+            context=placed.context,
+            tensor=placed.tensor,
+        )
+        model = dataclasses.replace(model, attention=choice.engine)
+        return shapes.start(model, backend=backend)
 
 
 def _shape(config: Config) -> ModelConfig:

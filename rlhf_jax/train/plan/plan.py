@@ -21,7 +21,6 @@ import dataclasses
 import importlib.metadata
 import json
 import math
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -39,12 +38,12 @@ from rlhf_jax.planning import (
     workload,
 )
 from rlhf_jax.planning.chips import Chip
-from rlhf_jax.planning.measured import Target, Waiting
+from rlhf_jax.planning.measured import Waiting
 from rlhf_jax.runs import parsing, report, write_errors
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.plan import job, sampler_meshes
 from rlhf_jax.train.plan.advice import advice, largest
-from rlhf_jax.train.plan.job import Config, Options
+from rlhf_jax.train.plan.job import Config, Job, Options
 
 
 def silent(what: str) -> AbstractContextManager[None]:
@@ -71,23 +70,16 @@ def plan(
     mesh = config.placement.policy
     target = measured.target(options.slice, chip=options.chip, mesh=mesh)
     lengths = None if options.lengths is None else histogram.read(options.lengths)
-    line = None
+    of, line = Job(options, target, lengths), None
     if not options.find_sampler_mesh:  # that compares all meshes
-        config, line = job.placed(config, options, target=target)
-    work = job.workload_of(config, options, target=target, lengths=lengths)
+        config, line = of.placed(config)
+    work = of.workload_of(config)
     resident = measured.resident(work.parts, target)
     layouts = []
     if options.find_sampler_mesh:
-        layouts = sampler_meshes.compare(
-            config,
-            options,
-            target,
-            resident=resident,
-            lengths=lengths,
-            waiting=waiting,
-        )
+        layouts = sampler_meshes.compare(config, of, resident=resident, waiting=waiting)
         config = sampler_meshes.sampled_on(config, layouts[0].mesh)
-        work = job.workload_of(config, options, target=target, lengths=lengths)
+        work = of.workload_of(config)
     sampler_mesh = None
     if isinstance(config, PolicyGradientConfig):
         sampler_mesh = config.placement.sampler.mesh
@@ -156,11 +148,9 @@ def plan(
     if options.find_batch:
         result["largest_batch"] = _largest_batch(
             config,
-            options,
-            target,
+            of,
             resident=resident,
             peak=peak.total if fits else None,
-            lengths=lengths,
             waiting=waiting,
         )
     return result
@@ -220,16 +210,14 @@ def _is_plan(path: Path) -> bool:
 
 def _largest_batch(
     config: Config,
-    options: Options,
-    target: Target,
+    of: Job,
     *,
     resident: dict[str, int],
     peak: int | None,
-    lengths: Sequence[int] | None,
     waiting: Waiting,
 ) -> dict[str, Any]:
     """Returns the most rows that fit, in steps that minibatches and devices divide."""
-    mesh = config.placement.policy
+    mesh, target = config.placement.policy, of.target
     step = job.minibatches(config) * math.lcm(
         mesh.rows, config.method.micro_batch_size or 1
     )
@@ -242,7 +230,7 @@ def _largest_batch(
         rows = steps * step
         batch: Any = dataclasses.replace(config.batch, batch_size=rows)
         tried = dataclasses.replace(config, batch=batch)
-        work = job.workload_of(tried, options, target=target, lengths=lengths)
+        work = of.workload_of(tried)
         measurements = measured.measure(
             work.programs, target, rows=rows, waiting=waiting
         )

@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.devices.placement import Place
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.planning import measured, resharding
-from rlhf_jax.planning.measured import Target, Waiting
+from rlhf_jax.planning.measured import Waiting
 from rlhf_jax.train.config.config import PolicyGradientConfig
-from rlhf_jax.train.plan import job
-from rlhf_jax.train.plan.job import Config, Options
+from rlhf_jax.train.plan.job import Config, Job
 from rlhf_jax.train.rollouts import fastest
 
 
@@ -86,11 +85,9 @@ def sampled_on(config: Config, mesh: MeshShape | None) -> PolicyGradientConfig:
 
 def compare(
     config: Config,
-    options: Options,
-    target: Target,
+    job: Job,
     *,
     resident: dict[str, int],
-    lengths: Sequence[int] | None,
     waiting: Waiting,
 ) -> list[Layout]:
     """Compiles the sampler for each mesh; returns the fastest mesh that fits first.
@@ -98,14 +95,13 @@ def compare(
     Args:
       config: of the run; its own --placement.sampler is ignored.
       resident: bytes by name, from `measured.resident`.
-      lengths: of responses in increasing order, tokens; None fills all columns.
     """
-    rows = config.batch.batch_size
+    rows, target = config.batch.batch_size, job.target
 
     def layout(mesh: MeshShape | None) -> Layout:
         tried = sampled_on(config, mesh)
         refused = functools.partial(Layout, mesh, 0, math.inf, None)
-        work = job.workload_of(tried, options, target=target, lengths=lengths)
+        work = job.workload_of(tried)
         try:
             [one] = measured.measure(
                 work.programs[:1], target, rows=rows, waiting=waiting
@@ -122,7 +118,7 @@ def compare(
             seconds += brought["seconds"]["bound"]
         return Layout(mesh, total, seconds, token and token["bound"], None)
 
-    start = job.start_of(config, options, target=target)
+    start = job.start_of(config)
     tried = candidates(
         chips=target.mesh.size,
         rows=rows,

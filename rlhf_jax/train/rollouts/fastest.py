@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Self
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from rlhf_jax.devices.mesh_shape import MeshShape
+from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshShape
 from rlhf_jax.devices.placement import AUTO, WITH_POLICY, Place
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.planning import decoding, memory_check
+from rlhf_jax.planning import chips, decoding, memory_check
 from rlhf_jax.planning.chips import Chip
 from rlhf_jax.train import shapes
 from rlhf_jax.train.build import Meshes, Models
@@ -31,6 +32,41 @@ from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.config.sampler import Here
 
 ROOM = 0.9  # share of a device's memory; prompts and activations take the rest
+
+
+class Devices(NamedTuple):
+    """The devices that a run may use."""
+
+    devices: Sequence[Any]
+    chip: Chip | None  # None is a chip without known figures, such as a CPU
+    memory: int | None = None  # bytes for programs; None takes the chip's table
+    per_node: int | None = None  # number of devices with fast links; None is all
+
+    @classmethod
+    def here(cls) -> Self:
+        """Returns all devices of this run."""
+        devices = jax.devices()
+        chip = chips.of_device(devices[0])
+        memory = memory_check.limit(jax.local_devices()[0])
+        return cls(devices, chip, memory, chips.per_node(chip))
+
+    @property
+    def one(self) -> Mesh:
+        """A mesh of one device, on which shapes are made."""
+        return ONE_DEVICE.make(list(self.devices[:1]))
+
+    @property
+    def room(self) -> float:
+        """Bytes of a device for models, optimizers, gradients and activations."""
+        assert self.chip is not None
+        memory = self.chip.memory if self.memory is None else self.memory
+        return ROOM * memory
+
+    def rate(self, devices: int) -> float:
+        """Returns bytes per second between `devices` neighbouring devices."""
+        assert self.chip is not None
+        far = self.per_node is not None and devices > self.per_node
+        return self.chip.network if far and self.chip.network else self.chip.links
 
 
 class Layout(NamedTuple):
@@ -45,36 +81,31 @@ class Layout(NamedTuple):
 def placed(
     config: PolicyGradientConfig,
     models: Models,
+    among: Devices,
     *,
     mesh: Mesh,
-    chip: Chip | None,
     prompt: int,
-    per_node: int | None = None,
-    memory: int | None = None,
 ) -> tuple[PolicyGradientConfig, str | None]:
     """Replaces `auto` by a place of the sampler; returns the choice as a line too.
 
     Args:
       models: shapes.
+      among: without a chip (on a CPU) the policy's mesh samples.
       mesh: the policy's mesh.
-      chip: the kind of its devices; None (a CPU) samples on the policy's mesh.
       prompt: columns of a prompt.
-      per_node: number of devices with fast links; None is all.
-      memory: bytes of a device for programs; None takes those of the chip's table.
     """
     if config.placement.sampler != AUTO:
         return config, None
-    best = None
+    best, chip = None, among.chip
     if chip is not None and mesh.size > 1 and can_move(config):
         layouts = []
-        for one in candidates(config, models.recipe.model, per_node=per_node):
+        for one in candidates(config, models.recipe.model, per_node=among.per_node):
             # A mesh whose axes do not divide some weights is no candidate.
             with contextlib.suppress(InputError):
                 layouts.append(
                     layout(config, models, one, mesh=mesh, chip=chip, prompt=prompt)
                 )
-        room = ROOM * (chip.memory if memory is None else memory)
-        fitting = [one for one in layouts if one.bytes <= room]
+        fitting = [one for one in layouts if one.bytes <= among.room]
         best = min(fitting, key=lambda one: one.seconds, default=None)
     if best is None:
         return config.sampled_at(WITH_POLICY), None

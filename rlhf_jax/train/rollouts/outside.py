@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from rlhf_jax.algorithms.batch import Prompts, Rollout
+from rlhf_jax.algorithms.batch import Prompts, Request, Rollout
 from rlhf_jax.devices import processes, row_sharding
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.checks import StopError
@@ -94,13 +94,11 @@ class OutsideSampler(contextlib.AbstractContextManager[Any]):
         if self._sampler is not None:
             self._sampler.close()
 
-    def __call__(
-        self, policy: Params, *, prompts: Prompts, key: Array, version: Array
-    ) -> Rollout:
+    def __call__(self, policy: Params, request: Request) -> Rollout:
         """Draws responses as `draw`, from parameters that are not handed over yet."""
         if self._merge is not None:
             policy = self._merge(policy)
-        return self.draw(policy, prompts=prompts, key=key, version=version)
+        return self.draw(policy, request)
 
     def hand_over(self, policy: Params) -> Params:
         """Returns parameters for `draw`, in buffers that no update donates.
@@ -114,30 +112,27 @@ class OutsideSampler(contextlib.AbstractContextManager[Any]):
         # A copy: the update donates the policy while a thread still sends it.
         return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), policy)
 
-    def draw(
-        self, policy: Params, *, prompts: Prompts, key: Array, version: Array
-    ) -> Rollout:
+    def draw(self, policy: Params, request: Request) -> Rollout:
         """Draws responses and returns them on the policy's mesh.
 
         Args:
           policy: all parameters; sent to the sampler if the version is new.
-          version: i32[], `TrainState.step` of the policy.
 
         Raises:
           StopError: every attempt of the sampler failed.
           SelfCheckError: the sampler uses other parameters.
         """
-        asked = self.draw_there(policy, prompts=prompts, key=key, version=version)
-        return self.bring_home(asked)
+        return self.bring_home(self.draw_there(policy, request))
 
-    def draw_there(
-        self, policy: Params, *, prompts: Prompts, key: Array, version: Array
-    ) -> Asked:
+    def draw_there(self, policy: Params, request: Request) -> Asked:
         """Requests responses; with several processes it does not wait for them."""
-        number, on_host = int(processes.whole(version)), processes.whole(prompts)
-        data: Any = processes.whole(
-            jax.random.key_data(key)
-        )  # the key may be on a mesh
+        assert request.version is not None  # a sampler outside needs the number
+        prompts, key = request.prompts, request.key
+        number, on_host = (
+            int(processes.whole(request.version)),
+            processes.whole(prompts),
+        )
+        data: Any = processes.whole(jax.random.key_data(key))  # it may be on a mesh
         here = jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
         params = policy
         if jax.process_count() > 1:
@@ -251,3 +246,7 @@ class OutsideSampler(contextlib.AbstractContextManager[Any]):
     def seconds(self) -> dict[str, float]:
         """Seconds of hand-overs (checks included) and draws since the last call."""
         return self._waits.read()
+
+    def summary(self) -> dict[str, Any]:
+        """Returns how often a call was tried again, for the summary."""
+        return {"sampler_retries": self.retries.count}

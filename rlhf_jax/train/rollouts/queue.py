@@ -22,9 +22,8 @@ from concurrent.futures import Future
 from typing import Any, Protocol, Self
 
 import jax
-import jax.numpy as jnp
 
-from rlhf_jax.algorithms.batch import Prompts, Rollout
+from rlhf_jax.algorithms.batch import Request, Rollout
 from rlhf_jax.devices import processes
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.train.rollouts.waits import Waits
@@ -43,7 +42,7 @@ class Draw(Protocol):
     """
 
     def __call__(
-        self, policy: Params, *, prompts: Prompts, key: Array, version: Array
+        self, policy: Params, request: Request, /
     ) -> tuple[Rollout, dict[str, Scores] | Callable[[], dict[str, Scores]]]:
         """Returns the rollout of the prompts, and scores by the names of their rewards.
 
@@ -52,8 +51,6 @@ class Draw(Protocol):
 
         Args:
           policy: parameters from the queue's `hand_over`.
-          key: the key of the step that will learn from the rollout.
-          version: i32[], `TrainState.step` of the policy.
         """
         ...
 
@@ -77,8 +74,7 @@ class RolloutQueue:
         draw: Draw,
         *,
         hand_over: Callable[[Params], Params],
-        prompts: Callable[[int], Prompts],
-        key: Array,
+        request: Callable[[int, Array], Request],
         staleness: int,
         num_steps: int,
         threaded: bool,
@@ -90,8 +86,8 @@ class RolloutQueue:
         Args:
           hand_over: returns the parameters that draws read, in buffers that no update
             donates; called at each `submit`.
-          prompts: step -> prompts.
-          key: the run's root key; the key of a step is `fold_in(key, step)`.
+          request: (step, version of the policy) -> the request of that step, in
+            buffers that no update donates.
           staleness: k, at least 1.
           num_steps: of the run; no rollout is drawn for a later step.
           threaded: whether draws run in a thread; if not, `submit` dispatches them.
@@ -100,7 +96,7 @@ class RolloutQueue:
           patience: seconds to wait on exit for a draw under way.
         """
         self._draw, self._hand_over = draw, hand_over
-        self._prompts, self._key = prompts, key
+        self._request = request
         self.staleness, self._num_steps = staleness, num_steps
         self._arrive, self._patience = arrive, patience
         self._pending: collections.deque[Future[Entry]] = collections.deque()
@@ -136,7 +132,7 @@ class RolloutQueue:
           Initial entries of a stage's state, with the shapes that snapshots store: this
           rollout in every place of the queue.
         """
-        drawn = self._draw(self._hand_over(policy), **self._of(0, version))
+        drawn = self._draw(self._hand_over(policy), self._request(0, version))
         if self._arrive is not None:
             drawn = self._arrive(drawn[0])
         return self.filled(*_entry(*drawn))
@@ -195,9 +191,9 @@ class RolloutQueue:
             self.waits.end("sampler")  # no further policy will come
             return self._state()
         handed = self._hand_over(policy)
-        arguments = self._of(step, version)
+        request = self._request(step, version)
         if self._arrive is not None:
-            drawn, _ = self._draw(handed, **arguments)
+            drawn, _ = self._draw(handed, request)
             self._pending.append(_Arriving(functools.partial(self._arrive, drawn)))
             return self._state()
         future = _Awaited(self.waits)
@@ -205,7 +201,7 @@ class RolloutQueue:
 
         def job() -> None:
             with _raised_in(future):
-                rollout, scores = self._draw(handed, **arguments)
+                rollout, scores = self._draw(handed, request)
                 if self._scoring is None:
                     future.set_result(_entry(rollout, scores))
                     return
@@ -234,14 +230,6 @@ class RolloutQueue:
         """
         self._last = self._pending.popleft()
         return self._last.result()
-
-    def _of(self, step: int, version: Array) -> dict[str, Any]:
-        """Arguments of the draw for a step, other than the parameters."""
-        return {
-            "prompts": self._prompts(step),
-            "key": jax.random.fold_in(self._key, step),
-            "version": jnp.array(version, copy=True),  # the update donates it
-        }
 
     def _state(self) -> dict[str, Future[Entry]]:
         """Entries of a stage's state; a snapshot waits for those under way.

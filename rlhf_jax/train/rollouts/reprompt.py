@@ -17,7 +17,7 @@ from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import batches
 from rlhf_jax.data.examples import Tokens
 from rlhf_jax.data.json_lines import Row, place
-from rlhf_jax.data.text import Question, TextContract, Written
+from rlhf_jax.data.text import Question, Written
 from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.rewards.scores import Scores
@@ -49,7 +49,7 @@ class Reprompt:
         """
         self._rows, self._options, self._start = rows, options, start
         self._score, self._size = success_score, group_size
-        self._contract = TextContract(start.tokenizer, stop_ids=start.stop_ids)
+        self._contract = start.contract()
         bare = self._encoded([(number, SHORTEST) for number in range(len(rows))])
         longest, room = max(map(len, bare)), start.model.max_positions - max_new_tokens
         if longest > room:

@@ -13,8 +13,7 @@ from jax.sharding import Mesh
 
 from rlhf_jax.algorithms import state
 from rlhf_jax.algorithms.state import Optimizer, SupervisedState
-from rlhf_jax.checkpoints import hf
-from rlhf_jax.checkpoints.frozen_models import Load
+from rlhf_jax.checkpoints.frozen_models import Loader
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.devices import sharding
 from rlhf_jax.planning import memory_check
@@ -29,20 +28,21 @@ def build(
     *,
     mesh: Mesh,
     optimizer: Optimizer,
-    load: Load = hf.load,
+    loader: Loader | None = None,
 ) -> tuple[SupervisedState, Models]:
     """Builds the training state and the frozen models, as a pure function.
 
     Args:
       start: the checkpoint of --model; its parameters are trained, or are the base.
-      load: reads other checkpoints.
+      loader: loads other checkpoints; None reads their files.
     """
     config, base = task.config, None
     if config.start.lora is not None:
         base = config.reference.reference_storage.freeze(
             start.params, place=config.reference_place
         )
-    reference = task.reference(start, base=base, mesh=mesh, load=load)
+    loader = Loader(start, mesh) if loader is None else loader
+    reference = task.reference(loader, base=base)
     trained = task.trained(start, jax.random.key(config.seed))
     initial = state.supervised_state(trained, optimizer=optimizer)
     # All leaves: the outputs of the first step are on the mesh, and inputs that are not
@@ -61,7 +61,8 @@ def shapes_of(
     def made() -> tuple[SupervisedState, Models]:
         begin = start._replace(model=model, params=shapes.params(model))
         optimizer = config.optimizer.make(1)
-        return build(task, begin, mesh=mesh, optimizer=optimizer, load=shapes.load)
+        loader = shapes.loader(begin, mesh)
+        return build(task, begin, mesh=mesh, optimizer=optimizer, loader=loader)
 
     return jax.eval_shape(made)
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import encoding, files, formats, json_lines
 from rlhf_jax.data.examples import Text
+from rlhf_jax.data.lengths import Limits
 from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.text.messages import AssistantTurns
 from rlhf_jax.functional import checks
@@ -78,19 +79,11 @@ def encode(
     receipt: Receipt | None = None,
 ) -> Sequence[Text]:
     """Encodes responses to prompts, episodes of turns, or blocks of plain text."""
-    longest = start.limit(options.max_length)
+    contract, longest = start.contract(receipt), start.limit(options.max_length)
     if isinstance(rows, str):
-        return encoding.encode_text(
-            start.tokenizer, rows, block_size=longest, receipt=receipt
-        )
-    limits: dict[str, Any] = {
-        "max_length": longest,
-        "prompt": options.prompt_field,
-        "stop_ids": start.stop_ids,
-        "overlong": options.overlong,
-        "widest": options.widest,
-        "receipt": receipt,
-    }
+        return encoding.encode_text(contract, rows, block_size=longest)
+    limits = Limits(longest, options.overlong, options.widest)
+    prompt = options.prompt_field
     of_turns = [row for row in rows if row.get(options.response_field) is None]
     if of_turns and len(of_turns) < len(rows):
         raise InputError(
@@ -99,11 +92,12 @@ def encode(
             f"turns; write a response as a list of one turn"
         )
     if of_turns:
-        return encoding.encode_episodes(start.tokenizer, rows, **limits)
+        return encoding.encode_episodes(contract, rows, limits=limits, prompt=prompt)
     return encoding.encode_demonstrations(
-        start.tokenizer,
+        contract,
         rows,
+        limits=limits,
+        prompt=prompt,
         response=options.response_field,
         assistant_turns=options.assistant_turns,
-        **limits,
     )

@@ -43,8 +43,8 @@ from rlhf_jax.algorithms.batch import PackedPreferences
 from rlhf_jax.algorithms.dpo import DPO, DPORecipe
 from rlhf_jax.algorithms.state import Optimizer as Transformation
 from rlhf_jax.algorithms.state import SupervisedState
-from rlhf_jax.checkpoints import frozen_models, precomputed
-from rlhf_jax.checkpoints.frozen_models import Load
+from rlhf_jax.checkpoints import precomputed
+from rlhf_jax.checkpoints.frozen_models import Loader
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import packing
 from rlhf_jax.data.json_lines import Row
@@ -162,12 +162,10 @@ class Learner(Task[Config]):
         """Returns the tokens of a pair, both texts end to end, or of a packed row."""
         return self.config.data.row_width or 2 * super().row_columns(start)
 
-    def encode(
-        self, rows: list[Row], *, start: Pretrained, mesh: Mesh, receipts: Receipts
-    ) -> Data:
+    def encode(self, rows: list[Row], *, mesh: Mesh, receipts: Receipts) -> Data:
         """Encodes rows of one pair, or of as many pairs as fit."""
         del receipts
-        config = self.config
+        config, start = self.config, self.described
         self._training, self._others = preferences.encode(
             rows, config=config, start=start, receipt=self._receipt
         )
@@ -187,21 +185,15 @@ class Learner(Task[Config]):
         ).map(lambda batch: row_sharding.put_rows(batch, mesh=mesh))
         return Data(made, self._training.digested, self._others.digested)
 
-    def reference(
-        self, start: Pretrained, *, base: Frozen | None, mesh: Mesh, load: Load
-    ) -> Frozen | None:
+    def reference(self, loader: Loader, *, base: Frozen | None) -> Frozen | None:
         """Freezes the initial policy or a checkpoint; with adapters it is the base."""
         config = self.config
         if not config.has_reference or config.reference_is_base:
             return base if config.has_reference else None
-        return frozen_models.load_reference(
+        return loader.reference(
             config.reference.checkpoint,
-            policy=start,
             storage=config.reference.reference_storage,
             place=config.placement.reference,
-            mesh=mesh,
-            sharding=functools.partial(sharding.shardings, mesh=mesh),
-            load=load,
         )
 
     def update(

@@ -30,6 +30,7 @@ from rlhf_jax.functional.masked import Stats
 from rlhf_jax.roles.reference import drift, frozen
 from rlhf_jax.runs import alarms, folder, metrics, plots, report, run
 from rlhf_jax.runs.object_storage import mirror
+from rlhf_jax.runs.report import Role
 from rlhf_jax.train.config.watch import WatchTexts
 from rlhf_jax.train.reading import read_texts, receipt_of
 from rlhf_jax.train.supervised.build import build, check_memory
@@ -46,8 +47,9 @@ def main(task: Task[Any]) -> None:
     recorded = task.config
     if recorded.auto is not None:
         from rlhf_jax.train.plan import auto  # few runs ask for it
+        from rlhf_jax.train.rollouts.fastest import Devices
 
-        task, lines = auto.chosen_of_task(task, task.described, auto.Devices.here())
+        task, lines = auto.chosen_of_task(task, task.described, Devices.here())
         print(*lines, sep="\n")
     config, receipts = task.config, Receipts()
     mesh = config.placement.policy_mesh()
@@ -55,10 +57,9 @@ def main(task: Task[Any]) -> None:
     if config.check_memory:
         check_memory(task, mesh=mesh)
     # Errors in the user's files are found before a weight is read.
-    start, texts = task.described, {}
-    data = task.encode(rows, start=start, mesh=mesh, receipts=receipts)
+    data, texts = task.encode(rows, mesh=mesh, receipts=receipts), {}
     if isinstance(config.watch, WatchTexts):
-        texts = read_texts(config.watch, start, receipts=receipts)
+        texts = read_texts(config.watch, task.described, receipts=receipts)
     processes.agree(
         f"the {task.called}", digests.of_tokens([*data.trained_on, *data.held_out])
     )
@@ -191,20 +192,11 @@ def tell(
     task: Task[Any], session: Session, initial: SupervisedState, *, columns: int
 ) -> None:
     """Prints the models and the attention engine of a run."""
-    beside = session.models.beside
-    report.model_table(
-        [
-            (task.role, initial.params, True),
-            *((name, model.stored, False) for name, model in beside.items()),
-        ],
-        models={
-            task.role: session.start.model,
-            **{
-                name: frozen.shape_of(model, policy=session.start.model)
-                for name, model in beside.items()
-            },
-        },
-    )
+    policy, beside = session.start.model, session.models.beside
+    roles = [Role(task.role, initial.params, policy, trained=True)]
+    for name, model in beside.items():
+        roles.append(Role(name, model.stored, frozen.shape_of(model, policy=policy)))
+    report.model_table(roles)
     report.engine(session.start.model, columns=columns, mesh=session.mesh)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
 from rlhf_jax.algorithms.batch import Sequences
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import batches, encoding, files
 from rlhf_jax.data.examples import Pair, Tokens
+from rlhf_jax.data.lengths import Limits
 from rlhf_jax.data.receipts import Receipt, items
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
@@ -57,19 +57,15 @@ def demonstrations_to_score(
     source: str,
     *,
     start: Pretrained,
-    max_length: int | None,
-    overlong: Literal["error", "drop"],
+    limits: Limits,
     batch_size: int,
     receipt: Receipt,
 ) -> tuple[list[Sequences], int]:
     """Reads demonstrations; returns batches, and the number of rows without filling."""
     examples = encoding.encode_demonstrations(
-        start.tokenizer,
+        start.contract(receipt),
         files.read_demonstrations(source, receipt=receipt),
-        max_length=start.limit(max_length),
-        stop_ids=start.stop_ids,
-        overlong=overlong,
-        receipt=receipt,
+        limits=limits,
     )
     receipt.use("normalised on", items.of_texts(examples))
     texts = batches.sequences_in_order(

@@ -12,6 +12,7 @@ from rlhf_jax.data import encoding, files, packing, splits, unpaired
 from rlhf_jax.data.examples import Labelled, Pair
 from rlhf_jax.data.files import Blank
 from rlhf_jax.data.json_lines import Row
+from rlhf_jax.data.lengths import Limits
 from rlhf_jax.data.packing import PackedRow
 from rlhf_jax.data.receipts import Receipt, items
 from rlhf_jax.functional import checks
@@ -69,27 +70,20 @@ def encode(
     receipt: Receipt | None = None,
 ) -> tuple[Packed, Packed]:
     """Returns the training data and the held-out data, packed into rows."""
-    options = config.data
-    limits: Any = {
-        "max_length": start.limit(options.max_length),
-        "stop_ids": start.stop_ids,
-        "overlong": options.overlong,
-        "widest": options.row_width,
-        "receipt": receipt,
-    }
+    options, contract = config.data, start.contract(receipt)
+    longest = start.limit(options.max_length)
+    limits = Limits(longest, options.overlong, options.row_width)
     texts: Sequence[Any]
     used: Callable[..., Any]
     labelled = config.method.kind == "kto"
     if labelled:
         texts = unpaired.encode_labelled(
-            start.tokenizer, rows, seed=config.seed, **limits
+            contract, rows, limits=limits, seed=config.seed
         )
         texts = [*itertools.chain.from_iterable(splits.by_prompt(texts))]
         used = items.of_labelled
     else:
-        texts = encoding.encode_preferences(
-            start.tokenizer, rows, packed=True, **limits
-        )
+        texts = encoding.encode_preferences(contract, rows, limits=limits, packed=True)
         used = items.of_pairs
     training, others = splits.hold_out(
         texts, share=config.watch.held_out, seed=config.seed, receipt=receipt

@@ -44,6 +44,7 @@ from rlhf_jax.data import batches, encoding, files, splits
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.data.examples import Example
 from rlhf_jax.data.json_lines import Row
+from rlhf_jax.data.lengths import Limits
 from rlhf_jax.data.receipts import Receipts, items
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.functional.masked import Stats
@@ -145,20 +146,19 @@ class RewardModel(Task[Config]):
         self._receipt = receipts.source("--data", path, called="pairs")
         return files.read_preferences(path, receipt=self._receipt)
 
-    def encode(
-        self, rows: list[Row], *, start: Pretrained, mesh: Mesh, receipts: Receipts
-    ) -> Data:
+    def encode(self, rows: list[Row], *, mesh: Mesh, receipts: Receipts) -> Data:
         """Encodes the pairs, and the prompts or texts for normalising the scores."""
         config, data, receipt = self.config, self.config.data, self._receipt
+        start = self.described
         everything = encoding.encode_preferences(
-            start.tokenizer,
+            start.contract(receipt),
             rows,
-            max_length=start.limit(data.max_length),
-            stop_ids=start.stop_ids,
+            limits=Limits(
+                start.limit(data.max_length),
+                data.overlong,
+                None if data.buckets is None else max(data.buckets, default=0),
+            ),
             margin=data.margin_field,
-            overlong=data.overlong,
-            widest=None if data.buckets is None else max(data.buckets, default=0),
-            receipt=receipt,
         )
         pairs, self._held_out = splits.hold_out(
             everything, share=config.watch.held_out, seed=config.seed, receipt=receipt
@@ -196,8 +196,7 @@ class RewardModel(Task[Config]):
                 self._texts, self._num_texts = demonstrations_to_score(
                     source,
                     start=start,
-                    max_length=data.max_length,
-                    overlong=data.overlong,
+                    limits=Limits(start.limit(data.max_length), data.overlong),
                     batch_size=batch_size,
                     receipt=receipts.source("--normalise demonstrations", source),
                 )

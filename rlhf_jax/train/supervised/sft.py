@@ -164,12 +164,10 @@ class SFT(Task[Config]):
         )
         return saved(start, options.save_dtype)
 
-    def encode(
-        self, rows: Any, *, start: Pretrained, mesh: Mesh, receipts: Receipts
-    ) -> Data:
+    def encode(self, rows: Any, *, mesh: Mesh, receipts: Receipts) -> Data:
         """Encodes rows of one example, or of as many examples as fit."""
         del receipts
-        config, receipt = self.config, self._receipt
+        config, start, receipt = self.config, self.described, self._receipt
         examples = demonstrations.encode(
             rows, options=config.data, start=start, receipt=receipt
         )
@@ -294,7 +292,7 @@ def split(
 
 def no_prompt(start: Pretrained) -> Tokens:
     """Returns the tokens of an empty prompt, for instance BOS."""
-    (tokens,) = start.contract.prompts([Question("")])
+    (tokens,) = start.contract().prompts([Question("")])
     return tokens
 
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from rlhf_jax.algorithms.state import Optimizer, SupervisedState
 from rlhf_jax.checkpoints import pretrained
-from rlhf_jax.checkpoints.frozen_models import Load
+from rlhf_jax.checkpoints.frozen_models import Loader
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.data.receipts import Receipts
@@ -111,9 +111,7 @@ class Task(abc.ABC, Generic[Config]):
         return self.config.start.model
 
     @abc.abstractmethod
-    def encode(
-        self, rows: Any, *, start: Pretrained, mesh: Mesh, receipts: Receipts
-    ) -> Data:
+    def encode(self, rows: Any, *, mesh: Mesh, receipts: Receipts) -> Data:
         """Encodes the rows as batches."""
 
     def trained(self, start: Pretrained, key: Array) -> Params:
@@ -123,11 +121,9 @@ class Task(abc.ABC, Generic[Config]):
             return start.params
         return init_adapters(key, model=start.model, lora=lora)
 
-    def reference(
-        self, start: Pretrained, *, base: Frozen | None, mesh: Mesh, load: Load
-    ) -> Frozen | None:
+    def reference(self, loader: Loader, *, base: Frozen | None) -> Frozen | None:
         """Returns the frozen model that the loss reads, or None."""
-        del start, base, mesh, load
+        del loader, base
         return None
 
     @abc.abstractmethod

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from rlhf_jax.algorithms.batch import Rollout
+from rlhf_jax.algorithms.batch import Request, Rollout
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import batches
 from rlhf_jax.devices import processes, row_sharding
@@ -158,9 +158,8 @@ class HeldOut:
                 )
                 early = self._rewards.begin(rollout)
             else:
-                rollout, scores = episodes(
-                    policy, prompts=prompts, key=self._key, version=jnp.int32(0)
-                )
+                request = Request(prompts, self._key, jnp.int32(0))
+                rollout, scores = episodes(policy, request)
                 early = self._rewards.begin(rollout, episodes=scores)
             if waiting is not None:
                 yield self._scored(*waiting)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.algorithms.batch import Rollout, Sequences
+from rlhf_jax.algorithms.batch import Request, Rollout, Sequences
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.text import Written
 from rlhf_jax.devices import processes, row_sharding
@@ -17,7 +17,6 @@ from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference import drift
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards import transcripts
-from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.train.config.watch import Watch
 from rlhf_jax.train.programs import Programs, Read
 from rlhf_jax.train.sampler import Sampler, versions
@@ -25,7 +24,7 @@ from rlhf_jax.train.watch import sampled_tokens
 
 if TYPE_CHECKING:
     from rlhf_jax.train.environment.sampler import EpisodeSampler
-    from rlhf_jax.train.loop import Loop
+    from rlhf_jax.train.loop import Drawn, Loop
     from rlhf_jax.train.watch.held_out import HeldOut
     from rlhf_jax.train.watch.judge import Judge
 
@@ -92,9 +91,8 @@ class Watcher:
     def samples(
         self,
         loop: Loop,
+        drawn: Drawn,
         *,
-        rollout: Rollout,
-        scores: Array | Scores | None,
         read: Read,
         reference: Frozen | None,
         likely: tuple[Array, Array, Array] | None,
@@ -108,14 +106,14 @@ class Watcher:
         beside = None
         if options.sample_reference:
             assert reference is not None  # by the capability table
-            beside = self._of_reference(loop, reference, step=step, version=version)
+            request = loop.request(step, version)
+            beside = self._of_reference(loop, reference, request)
+        scores = drawn.scores
         if scores is None:  # in a run without rewards
-            scores = jnp.zeros(rollout.index.shape, jnp.float32)
+            scores = jnp.zeros(drawn.rollout.index.shape, jnp.float32)
         total = rewards.scores_of(scores).total
         ref_logprobs = None if read.reference is None else read.reference.logprobs
-        mine = row_sharding.local_rows(
-            (loop.shown(rollout), total, ref_logprobs, beside)
-        )
+        mine = row_sharding.local_rows((drawn.shown, total, ref_logprobs, beside))
         shown, total, ref_logprobs, beside = jax.tree.map(
             lambda leaf: leaf[: options.num_shown],
             self._programs.recipe.reported(mine),  # the policy's own responses
@@ -155,26 +153,19 @@ class Watcher:
                 row["alternatives"] = likeliest
         return rows
 
-    def _of_reference(
-        self, loop: Loop, reference: Frozen, *, step: int, version: Array
-    ) -> Rollout:
+    def _of_reference(self, loop: Loop, reference: Frozen, request: Request) -> Rollout:
         """Draws the reference's responses to the prompts of a step, with its keys."""
-        prompts, key = loop.prompts[step], loop.key(step)
         if self._of_episodes is not None:
-            responses = self._of_episodes(
-                reference.stored, prompts=prompts, key=key, version=version
-            ).rollout
+            responses, _ = self._of_episodes(reference.stored, request)
             self._of_episodes.free()  # the cache, until the next samples
         elif isinstance(loop.sampler, Sampler) and not loop.config.staleness:
             # The version only selects the program that is compiled for the policy.
-            responses = loop.sampler(
-                reference.stored, prompts=prompts, key=key, version=version
-            )
+            responses = loop.sampler(reference.stored, request)
         else:  # a sampler outside, or one whose thread may be drawing
             responses = self._programs.respond(
                 reference.stored,
-                prompts=prompts,
-                key=jax.random.split(key)[0],  # the key that the sampler takes
+                prompts=request.prompts,
+                key=jax.random.split(request.key)[0],  # the key that the sampler takes
                 greedy=False,
             )
         return loop.shown(responses)

@@ -12,7 +12,9 @@ from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import encoding, files, splits, unpaired
 from rlhf_jax.data.examples import Episode, Example
+from rlhf_jax.data.lengths import Limits
 from rlhf_jax.data.receipts import Receipts, items
+from rlhf_jax.data.text import TextContract
 from rlhf_jax.data.turns import TurnEncoder
 from rlhf_jax.environments.protocol import Started
 from rlhf_jax.train.rows import read_begun
@@ -53,7 +55,7 @@ def test_demonstrations(tmp_path):
     )
     rows = files.read_demonstrations(file, receipt=data)
     examples = encoding.encode_demonstrations(
-        TOKENIZER, rows, max_length=10, overlong="drop", receipt=data
+        TextContract(TOKENIZER, receipt=data), rows, limits=Limits(10, overlong="drop")
     )
     data.use("training", items.of_texts(examples[:2]))
     data.use("held out", items.of_texts(examples[2:]))
@@ -176,7 +178,9 @@ def test_episodes(tmp_path):
         {"prompt": "a dog", "turns": ["sat"], "response": None},
     )
     rows = files.read_demonstrations(file, turns=True, receipt=data)
-    episodes = encoding.encode_episodes(TOKENIZER, rows, max_length=16, receipt=data)
+    episodes = encoding.encode_episodes(
+        TextContract(TOKENIZER, receipt=data), rows, limits=Limits(16)
+    )
     data.use("training", items.of_texts(episodes))
     (source,) = json_of(receipts)["sources"]
     assert source["fields"] == {
@@ -205,7 +209,7 @@ def test_pairs(tmp_path):
     )
     rows = files.read_preferences(file, blank="drop", receipt=data)
     pairs = encoding.encode_preferences(
-        TOKENIZER, rows, max_length=12, overlong="drop", receipt=data
+        TextContract(TOKENIZER, receipt=data), rows, limits=Limits(12, overlong="drop")
     )
     data.use("training", items.of_pairs(pairs))
     (source,) = json_of(receipts)["sources"]
@@ -230,11 +234,10 @@ def test_a_margin_is_read(tmp_path):
     pair = {"prompt": "the cat", "chosen": "sat", "rejected": "ran", "lead": 1.5}
     _, data, file = one_source(tmp_path, pair)
     pairs = encoding.encode_preferences(
-        TOKENIZER,
+        TextContract(TOKENIZER, receipt=data),
         files.read_preferences(file, receipt=data),
-        max_length=12,
+        limits=Limits(12),
         margin="lead",
-        receipt=data,
     )
     data.use("training", items.of_pairs(pairs))
     fields = data.to_json()["fields"]
@@ -255,7 +258,10 @@ def test_labelled_texts(tmp_path):
     )
     rows = unpaired.read_labelled(file, blank="drop", receipt=data)
     texts = unpaired.encode_labelled(
-        TOKENIZER, rows, max_length=7, seed=0, overlong="drop", widest=9, receipt=data
+        TextContract(TOKENIZER, receipt=data),
+        rows,
+        limits=Limits(7, overlong="drop", widest=9),
+        seed=0,
     )
     data.use("training", items.of_labelled(texts))
     (source,) = json_of(receipts)["sources"]
@@ -282,12 +288,10 @@ def test_prompts_of_which_nothing_is_learned(tmp_path):
     )
     rows = files.read_prompts(file, field="question", receipt=data)
     _, prompts = encoding.encode_prompts(
-        TOKENIZER,
+        TextContract(TOKENIZER, receipt=data),
         rows,
-        max_length=8,
+        limits=Limits(8, overlong="drop"),
         field="question",
-        overlong="drop",
-        receipt=data,
     )
     data.reads("answer", "colour")
     data.use("training", items.of_prompts(prompts))
@@ -450,17 +454,17 @@ FIT = [  # in every reader, with two prompts
 
 def prompts_of(file, receipt):
     rows = files.read_prompts(file, receipt=receipt)
-    options = {"max_length": 8, "overlong": "drop", "receipt": receipt}
-    _, prompts = encoding.encode_prompts(TOKENIZER, rows, **options)
+    contract, limits = TextContract(TOKENIZER, receipt=receipt), Limits(8, "drop")
+    _, prompts = encoding.encode_prompts(contract, rows, limits=limits)
     receipt.use("training", items.of_prompts(prompts))
     return prompts
 
 
 def demonstrations_of(file, receipt):
     rows = files.read_demonstrations(file, response="chosen", receipt=receipt)
-    options = {"max_length": 9, "overlong": "drop", "receipt": receipt}
+    contract, limits = TextContract(TOKENIZER, receipt=receipt), Limits(9, "drop")
     examples = encoding.encode_demonstrations(
-        TOKENIZER, rows, response="chosen", **options
+        contract, rows, limits=limits, response="chosen"
     )
     receipt.use("training", items.of_texts(examples))
     return examples
@@ -468,24 +472,24 @@ def demonstrations_of(file, receipt):
 
 def episodes_of(file, receipt):
     rows = files.read_demonstrations(file, turns=True, receipt=receipt)
-    options = {"max_length": 16, "overlong": "drop", "receipt": receipt}
-    episodes = encoding.encode_episodes(TOKENIZER, rows, **options)
+    contract, limits = TextContract(TOKENIZER, receipt=receipt), Limits(16, "drop")
+    episodes = encoding.encode_episodes(contract, rows, limits=limits)
     receipt.use("training", items.of_texts(episodes))
     return episodes
 
 
 def pairs_of(file, receipt):
     rows = files.read_preferences(file, blank="drop", receipt=receipt)
-    options = {"max_length": 12, "overlong": "drop", "receipt": receipt}
-    pairs = encoding.encode_preferences(TOKENIZER, rows, **options)
+    contract, limits = TextContract(TOKENIZER, receipt=receipt), Limits(12, "drop")
+    pairs = encoding.encode_preferences(contract, rows, limits=limits)
     receipt.use("training", items.of_pairs(pairs))
     return pairs
 
 
 def labelled_of(file, receipt):
     rows = unpaired.read_labelled(file, blank="drop", receipt=receipt)
-    options = {"max_length": 12, "seed": 0, "overlong": "drop", "receipt": receipt}
-    texts = unpaired.encode_labelled(TOKENIZER, rows, **options)
+    contract, limits = TextContract(TOKENIZER, receipt=receipt), Limits(12, "drop")
+    texts = unpaired.encode_labelled(contract, rows, limits=limits, seed=0)
     sides = splits.hold_out(splits.by_prompt(texts), share=0.3, seed=0)
     for use, side in zip(("training", "held out"), sides, strict=True):
         receipt.use(use, items.of_labelled(itertools.chain.from_iterable(side)))
@@ -513,9 +517,7 @@ def begun_of(file, receipt):
         str(file),
         pool=pool,
         encoder=TurnEncoder(TOKENIZER, stop_ids=(EOS,), chat=False),
-        room=8,
-        more="allow more",
-        overlong="drop",
+        limits=Limits(8, overlong="drop"),
         receipt=receipt,
     )
     receipt.use("training", items.of_prompts(begun.prompts))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rlhf_jax.data import encoding, tokenization, unpaired
 from rlhf_jax.data.encoding import encode_episodes
+from rlhf_jax.data.lengths import Limits
 from rlhf_jax.data.text import TextContract
 from rlhf_jax.data.turns import TurnEncoder
 
@@ -54,10 +55,9 @@ def by_hand(name, text):
 
 def demonstrated(name, prompt, response):
     [example] = encoding.encode_demonstrations(
-        ZOO[name].tokenizer,
+        TextContract(ZOO[name].tokenizer, stop_ids=ZOO[name].stop_ids),
         [{"prompt": prompt, "response": response}],
-        max_length=10**6,
-        stop_ids=ZOO[name].stop_ids,
+        limits=Limits(10**6),
     )
     return [*example.prompt], [*example.response]
 
@@ -104,24 +104,22 @@ def test_every_path_has_the_same_tokens(name, prompt, response, other):
     tokenizer, stops = ZOO[name].tokenizer, ZOO[name].stop_ids
     prompt_ids, answer = demonstrated(name, prompt, response)
     rows = [{"prompt": prompt, "chosen": response, "rejected": other + "x"}]
-    limits = {"max_length": 10**6, "stop_ids": stops}
+    of, limits = TextContract(tokenizer, stop_ids=stops), Limits(10**6)
     if demonstrated(name, prompt, other + "x")[1] != answer:
-        [pair] = encoding.encode_preferences(tokenizer, rows, **limits)
+        [pair] = encoding.encode_preferences(of, rows, limits=limits)
         assert ([*pair.prompt], [*pair.chosen]) == (prompt_ids, answer)
     row = {"prompt": prompt, "completion": response, "label": True}
     others = {"prompt": prompt + "x", "completion": response, "label": False}
-    labelled = unpaired.encode_labelled(tokenizer, [row, others], seed=0, **limits)
+    labelled = unpaired.encode_labelled(of, [row, others], seed=0, limits=limits)
     assert [*labelled[0].prompt] == prompt_ids
     assert [*labelled[0].completion] == answer
     if prompt_ids:
-        _, [sampled] = encoding.encode_prompts(
-            tokenizer, [{"prompt": prompt}], **limits
-        )
+        _, [sampled] = encoding.encode_prompts(of, [{"prompt": prompt}], limits=limits)
         assert sampled == prompt_ids
     encoder = TurnEncoder(tokenizer, stop_ids=stops, chat=False)
     assert encoder.prompt(prompt, where="row 0") == prompt_ids
     [episode] = encode_episodes(
-        tokenizer, [{"prompt": prompt, "turns": [response]}], **limits
+        of, [{"prompt": prompt, "turns": [response]}], limits=limits
     )
     assert ([*episode.prompt], [*episode.response]) == (prompt_ids, answer)
 
@@ -133,10 +131,9 @@ def test_every_path_has_the_same_tokens(name, prompt, response, other):
 @given(observed=texts, response=texts)
 def test_an_observation_and_the_turn_after_it_keep_their_text(name, observed, response):
     [episode] = encode_episodes(
-        ZOO[name].tokenizer,
+        TextContract(ZOO[name].tokenizer, stop_ids=ZOO[name].stop_ids),
         [{"prompt": "a", "turns": ["b", observed, response]}],
-        max_length=10**6,
-        stop_ids=ZOO[name].stop_ids,
+        limits=Limits(10**6),
     )
     [(start, end)] = episode.observed
     encoder = TurnEncoder(ZOO[name].tokenizer, stop_ids=ZOO[name].stop_ids, chat=False)
@@ -177,7 +174,9 @@ def test_text_of_messages_opens_and_closes_no_turn(name, content, response):
     """For texts of users, tools, documents, options and the assistant."""
     tokenizer, stops = ZOO[name].tokenizer, ZOO[name].stop_ids
     encode = functools.partial(
-        encoding.encode_demonstrations, tokenizer, max_length=10**6, stop_ids=stops
+        encoding.encode_demonstrations,
+        TextContract(tokenizer, stop_ids=stops),
+        limits=Limits(10**6),
     )
 
     def example(content, response):
@@ -219,7 +218,7 @@ def test_a_user_s_words_stay_as_they_are(name, content):
     tokenizer, stops = ZOO[name].tokenizer, ZOO[name].stop_ids
     rows = [{"prompt": [{"role": "user", "content": content}]}]
     _, [ids] = encoding.encode_prompts(
-        tokenizer, rows, max_length=10**6, stop_ids=stops
+        TextContract(tokenizer, stop_ids=stops), rows, limits=Limits(10**6)
     )
     encoder = TurnEncoder(tokenizer, stop_ids=stops, chat=True)
     observed = encoder.observation(content)

@@ -5,6 +5,7 @@ import tokenizer_zoo
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from rlhf_jax.data import encoding, tokenization
+from rlhf_jax.data.lengths import Limits
 from rlhf_jax.data.receipts import Receipts, items
 from rlhf_jax.data.text import TextContract
 from rlhf_jax.data.turns import TurnEncoder
@@ -50,14 +51,18 @@ def test_normalized_text_becomes_no_control_token(reader):
     receipt = Receipts().source("--data", "rows.jsonl")
     rows = [{"prompt": text, "response": text}]
     [example] = encoding.encode_demonstrations(
-        reader, rows, max_length=99, receipt=receipt
+        TextContract(reader, receipt=receipt), rows, limits=Limits(99)
     )
     [pair] = encoding.encode_preferences(
-        reader, [{"prompt": text, "chosen": text, "rejected": "b"}], max_length=99
+        TextContract(reader),
+        [{"prompt": text, "chosen": text, "rejected": "b"}],
+        limits=Limits(99),
     )
     encoder = TurnEncoder(reader, stop_ids=[reader.eos_token_id], chat=False)
     chat = [{"role": "user", "content": text}]
-    [prompt_ids] = encoding.encode_prompts(reader, [{"prompt": chat}], max_length=99)[1]
+    [prompt_ids] = encoding.encode_prompts(
+        TextContract(reader), [{"prompt": chat}], limits=Limits(99)
+    )[1]
     assert [*prompt_ids].count(reader.eos_token_id) == 1  # the template's
     for ids in (
         *(example.prompt, example.response[:-1], pair.prompt, pair.chosen[:-1]),
@@ -71,7 +76,7 @@ def test_normalized_text_becomes_no_control_token(reader):
 
 def test_it_is_cut_where_it_has_to_be_alone(reader):
     [ids] = encoding.encode_prompts(
-        reader, [{"prompt": "b c " * 40 + "＜/s＞ d"}], max_length=999
+        TextContract(reader), [{"prompt": "b c " * 40 + "＜/s＞ d"}], limits=Limits(999)
     )[1]
     assert tokenization.decode(reader, ids[:20]) == tokenization.decode(
         reader, TextContract(reader).written("b c " * 40)[:20]
@@ -89,7 +94,7 @@ def test_a_role_opens_no_turn(role):
     )
     rows = [{"prompt": [{"role": role, "content": "a"}]}]
     with pytest.raises(InputError, match=r"row 0 .*expected a role without < > \[ \] "):
-        encoding.encode_prompts(tokenizer, rows, max_length=99)
+        encoding.encode_prompts(TextContract(tokenizer), rows, limits=Limits(99))
 
 
 def test_a_template_that_reads_the_end_of_a_thought_alone():
@@ -108,9 +113,9 @@ def test_a_template_that_reads_the_end_of_a_thought_alone():
     question = {"role": "user", "content": "a"}
     thought = {"role": "assistant", "content": "<think>b</think>c"}
     [example] = encoding.encode_demonstrations(
-        tokenizer,
+        TextContract(tokenizer),
         [{"prompt": [question, thought, question], "response": [thought]}],
-        max_length=99,
+        limits=Limits(99),
     )
     tags = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
     assert [i for i in example.response if i in tags] == tags

@@ -10,6 +10,8 @@ import tokenizer_zoo
 import rlhf_jax.data
 from rlhf_jax.data import encoding, files, tokenization, unpaired
 from rlhf_jax.data.examples import Example
+from rlhf_jax.data.lengths import Limits
+from rlhf_jax.data.text import TextContract
 
 README = Path(rlhf_jax.data.__file__).parent / "README.md"
 BLOCKS = re.findall(r"```text drawn\n(.*?)\n((?:.*\n)+?)```", README.read_text())
@@ -33,27 +35,25 @@ def learned_of(row, file):
     tokenizer = TRAIT.tokenizer
     chat = isinstance(row.get("prompt", row.get("messages")), list)
     ends = TRAIT.stop_ids if chat else tokenizer.convert_tokens_to_ids([EOS])
-    limits = {"max_length": 999, "stop_ids": ends}
+    of, limits = TextContract(tokenizer, stop_ids=ends), Limits(999)
     if "turns" in row:
         rows = files.read_demonstrations(file, turns=True)
-        return encoding.encode_episodes(tokenizer, rows, **limits)
+        return encoding.encode_episodes(of, rows, limits=limits)
     if "chosen" in row:
         rows = files.read_preferences(file)
-        [pair] = encoding.encode_preferences(tokenizer, rows, **limits)
+        [pair] = encoding.encode_preferences(of, rows, limits=limits)
         return [Example(pair.prompt, side) for side in (pair.chosen, pair.rejected)]
     if "completion" in row:
         other = {"prompt": "?", "completion": "!", "label": False}
         file.write_text(f"{json.dumps(row)}\n{json.dumps(other)}\n")
         rows = unpaired.read_labelled(file)
-        labelled = unpaired.encode_labelled(tokenizer, rows, seed=0, **limits)
+        labelled = unpaired.encode_labelled(of, rows, seed=0, limits=limits)
         return [Example(labelled[0].prompt, labelled[0].completion)]
     if row.keys() & {"response", "messages"}:
         rows = files.read_demonstrations(file)
-        return encoding.encode_demonstrations(tokenizer, rows, **limits)
+        return encoding.encode_demonstrations(of, rows, limits=limits)
     rows = files.read_prompts(file)
-    return [
-        Example(p, ()) for p in encoding.encode_prompts(tokenizer, rows, **limits)[1]
-    ]
+    return [Example(p, ()) for p in encoding.encode_prompts(of, rows, limits=limits)[1]]
 
 
 def test_every_layout_is_drawn():

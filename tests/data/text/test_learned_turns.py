@@ -9,6 +9,8 @@ import tokenizer_zoo
 from rlhf_jax.data import batches, encoding, files, packing, tokenization
 from rlhf_jax.data.encoding import encode_episodes
 from rlhf_jax.data.examples import Episode, Example
+from rlhf_jax.data.lengths import Limits
+from rlhf_jax.data.text import TextContract
 from rlhf_jax.functional.checks import InputError
 
 CHAT = tokenizer_zoo.zoo()["chat"]
@@ -35,7 +37,10 @@ TALK = [
 
 def encoded(row, *, trait=CHAT, **options):
     [example] = encoding.encode_demonstrations(
-        trait.tokenizer, [row], max_length=999, stop_ids=trait.stop_ids, **options
+        TextContract(trait.tokenizer, stop_ids=trait.stop_ids),
+        [row],
+        limits=Limits(999),
+        **options,
     )
     return example
 
@@ -139,7 +144,9 @@ def test_pairs_learn_their_responses_alone():
     def pair(prompt, **mark):
         row = {"prompt": prompt, "chosen": [assistant("A", **mark)], "rejected": "B"}
         return encoding.encode_preferences(
-            CHAT.tokenizer, [row], max_length=99, stop_ids=CHAT.stop_ids
+            TextContract(CHAT.tokenizer, stop_ids=CHAT.stop_ids),
+            [row],
+            limits=Limits(99),
         )
 
     [plain] = pair(TALK[:3])
@@ -175,12 +182,16 @@ def test_a_turn_whose_beginning_merges_with_the_template_s_end():
     assert ids != whole(talk)
     assert tokenization.decode(tokenizer, ids) == tokenizer.decode(whole(talk))
     [prompt] = encoding.encode_prompts(
-        tokenizer, [{"prompt": talk[:1]}], max_length=99, stop_ids=CHAT.stop_ids
+        TextContract(tokenizer, stop_ids=CHAT.stop_ids),
+        [{"prompt": talk[:1]}],
+        limits=Limits(99),
     )[1]
     assert [*example.prompt] == prompt
     start = len(prompt) + example.observed[0][1]
     [second] = encoding.encode_prompts(
-        tokenizer, [{"prompt": talk[2:3]}], max_length=99, stop_ids=CHAT.stop_ids
+        TextContract(tokenizer, stop_ids=CHAT.stop_ids),
+        [{"prompt": talk[2:3]}],
+        limits=Limits(99),
     )[1]
     assert ids[start - len(second) : start] == second
 
@@ -197,9 +208,9 @@ def test_whole_conversations_of_a_file(tmp_path):
     file = tmp_path / "talks.jsonl"
     file.write_text(json.dumps({"messages": TALK}) + "\n")
     [example] = encoding.encode_demonstrations(
-        CHAT.tokenizer,
+        TextContract(CHAT.tokenizer),
         files.read_demonstrations(file),
-        max_length=999,
+        limits=Limits(999),
         assistant_turns="all",
     )
     assert learned(example) == [f"{x}<|im_end|>" for x in ("FIRST", "SECOND", "THIRD")]
@@ -233,17 +244,17 @@ def test_no_eos_and_no_stop_tokens():
     reader.eos_token = None
     row = row_of([user("a"), assistant("b")])
     with pytest.raises(InputError, match="a tokenizer with an EOS token, got none"):
-        encoding.encode_demonstrations(reader, [row], max_length=99)
+        encoding.encode_demonstrations(TextContract(reader), [row], limits=Limits(99))
 
 
 @pytest.mark.parametrize("prompt", ["a", [user("a")]])
 def test_an_episode_has_the_control_tokens_that_its_row_names(prompt):
     row = {"prompt": prompt, "turns": ["b", "c<|eos|>", "d"]}
     [eos] = CHAT.tokenizer.convert_tokens_to_ids(["<|eos|>"])
-    limits = {"max_length": 99, "stop_ids": CHAT.stop_ids[:1]}
+    contract = TextContract(CHAT.tokenizer, stop_ids=CHAT.stop_ids[:1])
     for named in ([], ["<|eos|>"]):
         row["control_tokens"] = named
-        [episode] = encode_episodes(CHAT.tokenizer, [row], **limits)
+        [episode] = encode_episodes(contract, [row], limits=Limits(99))
         assert list(episode.response).count(eos) == len(named)
 
 
@@ -257,7 +268,7 @@ def test_every_turn_of_an_episode_is_asked_for_with_the_row_s_options():
     )
     row = {"prompt": [user("a")], "turns": ["b", "c", "d"]} | options
     [episode] = encode_episodes(
-        trait.tokenizer, [row], max_length=99, stop_ids=trait.stop_ids
+        TextContract(trait.tokenizer, stop_ids=trait.stop_ids), [row], limits=Limits(99)
     )
     text = tokenization.decode(trait.tokenizer, [*episode.prompt, *episode.response])
     assert text.count("assistant\n<think>\n\n</think>\n\n") == 2

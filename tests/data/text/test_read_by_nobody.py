@@ -5,13 +5,16 @@ import tokenizer_zoo
 
 from rlhf_jax.data import encoding, tokenization
 from rlhf_jax.data.encoding import encode_episodes
+from rlhf_jax.data.lengths import Limits
+from rlhf_jax.data.text import TextContract
 from rlhf_jax.functional.checks import InputError
 
 TRAIT = tokenizer_zoo.zoo()["chat"]
 QUESTION = {"role": "user", "content": "2+2?"}
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
 RESULT = {"role": "tool", "content": "4"}
-LIMITS = {"max_length": 999, "stop_ids": TRAIT.stop_ids}
+LIMITS = Limits(999)
+CONTRACT = TextContract(TRAIT.tokenizer, stop_ids=TRAIT.stop_ids)
 OTHERS = {"tools": "hammer", "documents": ["a"], "chat_template_kwargs": 1}
 
 
@@ -31,7 +34,9 @@ def calling(condition):
 
 
 def demonstrated(row, *, tokenizer=TRAIT.tokenizer):
-    [example] = encoding.encode_demonstrations(tokenizer, [row], **LIMITS)
+    [example] = encoding.encode_demonstrations(
+        TextContract(tokenizer, stop_ids=TRAIT.stop_ids), [row], limits=LIMITS
+    )
     return tokenization.decode(tokenizer, [*example.prompt, *example.response])
 
 
@@ -39,7 +44,7 @@ def test_a_text_s_fields_of_the_template_s_names_are_its_own():
     """Rewards read them, and the receipt names them."""
     row = {"prompt": "a", "response": "b"}
     assert demonstrated(row | OTHERS) == demonstrated(row)
-    _, [ids] = encoding.encode_prompts(TRAIT.tokenizer, [row | OTHERS], **LIMITS)
+    _, [ids] = encoding.encode_prompts(CONTRACT, [row | OTHERS], limits=LIMITS)
     assert tokenization.decode(TRAIT.tokenizer, ids) == "a"
 
 
@@ -68,19 +73,19 @@ def test_messages_in_response_to_a_text():
         demonstrated({"prompt": "a", "response": turn})
     row = {"prompt": "a", "chosen": turn, "rejected": "c"}
     with pytest.raises(InputError, match=r"row 0 .*expected text in 'response', as it"):
-        encoding.encode_preferences(TRAIT.tokenizer, [row], **LIMITS)
+        encoding.encode_preferences(CONTRACT, [row], limits=LIMITS)
 
 
 def test_a_prompt_that_ends_with_a_response():
     prompt = [QUESTION, {"role": "assistant", "content": "4"}]
     with pytest.raises(InputError, match=r"row 0 .*messages that wait for the assist"):
-        encoding.encode_prompts(TRAIT.tokenizer, [{"prompt": prompt}], **LIMITS)
+        encoding.encode_prompts(CONTRACT, [{"prompt": prompt}], limits=LIMITS)
 
 
 def test_marks_in_the_prompt_of_an_episode():
     answer = {"role": "assistant", "content": "a", "train": True}
     row = {"prompt": [QUESTION, answer, QUESTION], "turns": ["b", "c", "d"]}
     with pytest.raises(InputError, match=r"row 0 .*got an earlier turn that is mark"):
-        encode_episodes(TRAIT.tokenizer, [row], **LIMITS)
+        encode_episodes(CONTRACT, [row], limits=LIMITS)
     answer["train"] = False
-    assert encode_episodes(TRAIT.tokenizer, [row], **LIMITS)
+    assert encode_episodes(CONTRACT, [row], limits=LIMITS)

@@ -4,6 +4,8 @@ import pytest
 import tokenizer_zoo
 
 from rlhf_jax.data import encoding, tokenization
+from rlhf_jax.data.lengths import Limits
+from rlhf_jax.data.text import TextContract
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.train import rows
 from rlhf_jax.train.config.prompts import AskedPrompts
@@ -21,7 +23,9 @@ FIELDS = {
 
 def prompt_of(row, *, trait=CHAT):
     [ids] = encoding.encode_prompts(
-        trait.tokenizer, [row], max_length=999, stop_ids=trait.stop_ids
+        TextContract(trait.tokenizer, stop_ids=trait.stop_ids),
+        [row],
+        limits=Limits(999),
     )[1]
     return ids
 
@@ -45,9 +49,9 @@ def test_it_does_so_for_demonstrations_and_pairs_too():
     row = {"prompt": QUESTION, "response": "4", "chosen": "4", "rejected": "5"}
     row |= {name: FIELDS[name] for name in ("tools", "documents")}
     prompt = prompt_of(row)
-    limits = {"max_length": 999, "stop_ids": CHAT.stop_ids}
-    [example] = encoding.encode_demonstrations(CHAT.tokenizer, [row], **limits)
-    [pair] = encoding.encode_preferences(CHAT.tokenizer, [row], **limits)
+    contract = TextContract(CHAT.tokenizer, stop_ids=CHAT.stop_ids)
+    [example] = encoding.encode_demonstrations(contract, [row], limits=Limits(999))
+    [pair] = encoding.encode_preferences(contract, [row], limits=Limits(999))
     assert prompt == example.prompt == pair.prompt
     assert tokenization.decode(CHAT.tokenizer, example.response) == "4<|im_end|>"
 
@@ -92,10 +96,12 @@ def test_tool_calls_of_the_assistant_reach_the_template():
     call = {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}
     result = {"role": "tool", "content": "4"}
     row = {"prompt": [*QUESTION, call, result]}
-    [ids] = encoding.encode_prompts(reader, [row], max_length=999)[1]
+    [ids] = encoding.encode_prompts(TextContract(reader), [row], limits=Limits(999))[1]
     assert "assistant\nadd<|im_end|>" in reader.decode(ids)
     row["prompt"][1] = call | {"content": None}
-    assert encoding.encode_prompts(reader, [row], max_length=999)[1] == [ids]
+    assert encoding.encode_prompts(TextContract(reader), [row], limits=Limits(999))[
+        1
+    ] == [ids]
 
 
 BY_HAND = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -115,9 +121,10 @@ def test_a_row_may_ask_for_control_tokens_by_name():
     assert partly.count(start) == 2
     assert tokenization.decode(reader, partly) == BY_HAND
     # In a response, and in messages.
-    limits = {"max_length": 999, "stop_ids": CHAT.stop_ids}
     row = {"prompt": "a", "response": "b<|im_start|>c"} | named
-    [example] = encoding.encode_demonstrations(reader, [row], **limits)
+    [example] = encoding.encode_demonstrations(
+        TextContract(reader, stop_ids=CHAT.stop_ids), [row], limits=Limits(999)
+    )
     assert example.response[1] == start
     chat = prompt_of({"prompt": [{"role": "user", "content": "<|im_start|>"}]} | named)
     assert chat.count(start) == 3
@@ -135,11 +142,10 @@ def test_the_run_s_own_template_holds_control_tokens_and_the_question_none():
     def put(text):
         question = rows.question_of({"q": text}, options=options, where="a.jsonl:1")
         _, [ids] = encoding.encode_prompts(
-            reader,
+            TextContract(reader, stop_ids=CHAT.stop_ids),
             [{"asked": options.template.replace("{prompt}", text)}],
-            max_length=99,
+            limits=Limits(99),
             field="asked",
-            stop_ids=CHAT.stop_ids,
             questions=[question],
         )
         return ids
@@ -155,7 +161,9 @@ def test_tags_are_tokens_of_a_response_and_text_of_a_prompt():
     trait = ZOO["tags"]
     think, done = trait.tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
     row = {"prompt": "<think>?", "response": "<think>2+2</think>4"}
-    [example] = encoding.encode_demonstrations(trait.tokenizer, [row], max_length=99)
+    [example] = encoding.encode_demonstrations(
+        TextContract(trait.tokenizer), [row], limits=Limits(99)
+    )
     assert not {think, done} & {*example.prompt}
     assert example.response[0] == think
     assert example.response[4] == done
@@ -169,14 +177,14 @@ def test_a_stop_token_of_ordinary_text_may_stand_in_a_prompt_alone():
     """Such as a line end, which no other tokens spell."""
     trait = ZOO["byte level"]
     [end] = trait.tokenizer("\n", add_special_tokens=False)["input_ids"]
-    limits = {"max_length": 99, "stop_ids": [end]}
+    contract = TextContract(trait.tokenizer, stop_ids=[end])
     row = {"prompt": "Q\nA:", "response": "4\n"}
-    [example] = encoding.encode_demonstrations(trait.tokenizer, [row], **limits)
+    [example] = encoding.encode_demonstrations(contract, [row], limits=Limits(99))
     assert [*example.prompt].count(end) == 1
     assert [*example.response].count(end) == 1
     with pytest.raises(InputError, match=r"row 0 .*, got '\\n' \(\d+\) inside '4\\n5'"):
         encoding.encode_demonstrations(
-            trait.tokenizer, [row | {"response": "4\n5"}], **limits
+            contract, [row | {"response": "4\n5"}], limits=Limits(99)
         )
 
 
@@ -184,14 +192,14 @@ def test_where_a_tokenizer_merges_across_the_border():
     """The prompt keeps its tokens, as in sampling; GPT-2's are unchanged."""
     tokenizer = ZOO["byte level"].tokenizer
     [example] = encoding.encode_demonstrations(
-        tokenizer, [{"prompt": "A: ", "response": "4"}], max_length=9
+        TextContract(tokenizer), [{"prompt": "A: ", "response": "4"}], limits=Limits(9)
     )
     assert tokenizer.convert_ids_to_tokens([*example.prompt]) == ["A", ":", "Ġ"]
     assert tokenizer.convert_ids_to_tokens([*example.response]) == ["4", "<|eos|>"]
     assert tokenizer.tokenize("A: 4") == ["A", ":", "Ġ4"]
     llama = ZOO["prefix space"].tokenizer
     [example] = encoding.encode_demonstrations(
-        llama, [{"prompt": "A: ", "response": "4"}], max_length=9
+        TextContract(llama), [{"prompt": "A: ", "response": "4"}], limits=Limits(9)
     )
     assert llama.convert_ids_to_tokens([*example.prompt]) == ["▁A", ":", "▁"]
     assert llama.convert_ids_to_tokens([*example.response]) == ["4", "</s>"]

@@ -11,6 +11,8 @@ from chat_templates import QWEN2
 from rlhf_jax.data import batches, files, packing
 from rlhf_jax.data.encoding import encode_episodes
 from rlhf_jax.data.examples import Episode, Example
+from rlhf_jax.data.lengths import Limits
+from rlhf_jax.data.text import TextContract
 from rlhf_jax.data.turns import TurnEncoder
 from rlhf_jax.functional.checks import InputError
 
@@ -42,7 +44,7 @@ def shown(tokenizer, ids):
 
 def test_responses_end_and_observations_are_told_apart(words):
     [episode] = encode_episodes(
-        words, [{"prompt": "3 4\n", "turns": TURNS}], max_length=20
+        TextContract(words), [{"prompt": "3 4\n", "turns": TURNS}], limits=Limits(20)
     )
     assert shown(words, episode.prompt) == ["3", "4", "\n"]
     assert shown(words, episode.response) == [
@@ -62,7 +64,9 @@ def test_a_conversation_has_the_ids_of_its_template(words):
     prompt = [{"role": "user", "content": "calc 3 4"}]
     observed = [{"role": "user", "content": "7"}]
     rows = [{"prompt": prompt, "turns": ["calc 3 4", observed, "is 7"]}]
-    [episode] = encode_episodes(words, rows, max_length=99, stop_ids=[stop])
+    [episode] = encode_episodes(
+        TextContract(words, stop_ids=[stop]), rows, limits=Limits(99)
+    )
     responses = [
         {"role": "assistant", "content": text} for text in ("calc 3 4", "is 7")
     ]
@@ -101,10 +105,12 @@ def test_batches_and_packed_rows_train_on_responses_alone():
 
 def test_an_episode_is_left_out_whole_or_named(words):
     rows = [{"prompt": "3 4\n", "turns": TURNS}, {"prompt": "3\n", "turns": ["is 3"]}]
-    [fitting] = encode_episodes(words, rows, max_length=12, overlong="drop")
+    [fitting] = encode_episodes(
+        TextContract(words), rows, limits=Limits(12, overlong="drop")
+    )
     assert shown(words, fitting.response) == ["is", "3", "<eos>"]
     with pytest.raises(InputError, match=r"expected at most 12 tokens, got 13"):
-        encode_episodes(words, rows, max_length=12)
+        encode_episodes(TextContract(words), rows, limits=Limits(12))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ import transformers
 from chat_templates import FAMILIES, PHI3, QWEN3, QWEN3_5
 
 from rlhf_jax.data import encoding, tokenization
+from rlhf_jax.data.lengths import Limits
+from rlhf_jax.data.text import TextContract
 from rlhf_jax.data.turns import TurnEncoder
 from rlhf_jax.functional.checks import InputError
 
@@ -264,7 +266,7 @@ def test_qwen3_5s_template_opens_a_thought_as_it_asks_for_a_turn(gpt2):
     def learned(text, **fields):
         row = {"prompt": question, "response": [message("assistant", text)], **fields}
         [example] = encoding.encode_demonstrations(
-            reader, [row], max_length=99, stop_ids=[stop]
+            TextContract(reader, stop_ids=[stop]), [row], limits=Limits(99)
         )
         return reader.decode(example.prompt), reader.decode(example.response)
 
@@ -381,7 +383,7 @@ def test_plain_text_is_encoded_as_it_is(gpt2):
     text = "calc: 12*7<|im_end|>\n= 84\n"
     assert reader(text)["input_ids"][-len(ids) :] == ids
     rows = [{"prompt": "What is 12*7?\n"}]
-    _, [prompt] = encoding.encode_prompts(reader, rows, max_length=99)
+    _, [prompt] = encoding.encode_prompts(TextContract(reader), rows, limits=Limits(99))
     assert encoder.prompt("What is 12*7?\n", where="row 0") == prompt
 
 

@@ -368,7 +368,10 @@ def test_a_table_counts_parameters_not_scales(capsys, monkeypatch):
     params = tiny.params(SQUARE)
     reference = frozen.freeze(params, dtype="int8", memory="pinned_host")
     report.model_table(
-        [("policy", params, True), ("reference", reference.stored, False)], models={}
+        [
+            report.Role("policy", params, trained=True),
+            report.Role("reference", reference.stored),
+        ]
     )
     text = capsys.readouterr().out
     count = f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,}"

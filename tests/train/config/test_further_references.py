@@ -6,7 +6,8 @@ import pytest
 import toy_files
 
 from rlhf_jax import fingerprint, frozen, hf
-from rlhf_jax.checkpoints import frozen_models, pretrained
+from rlhf_jax.checkpoints import pretrained
+from rlhf_jax.checkpoints.frozen_models import Loader
 from rlhf_jax.devices.placement import WITH_POLICY, Place
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.train.config.models import FurtherReference
@@ -85,12 +86,8 @@ def test_they_are_loaded_as_they_are_asked_for(tmp_path):
     toy_files.checkpoint(tmp_path / "deeper", model=deeper)
     words = (f"a={tmp_path}/same,dtype=float16", f"b={tmp_path}/deeper,place=cpu")
     references = {
-        one.name: frozen_models.load_reference(
-            one.path,
-            policy=policy,
-            storage=one.storage,
-            place=one.place,
-            option=one.option,
+        one.name: Loader(policy).reference(
+            one.path, storage=one.storage, place=one.place, option=one.option
         )
         for one in map(FurtherReference.parse, words)
     }

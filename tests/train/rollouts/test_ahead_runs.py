@@ -18,6 +18,8 @@ from rlhf_jax import hf, masked, ppo
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.data import batches, encoding
 from rlhf_jax.data.files import read_prompts
+from rlhf_jax.data.lengths import Limits
+from rlhf_jax.data.text import TextContract
 from rlhf_jax.roles.reference.frozen import FrozenModels
 from rlhf_jax.roles.rewards.text import TextReward
 from rlhf_jax.runs import command_line, metrics
@@ -82,10 +84,9 @@ def behind(staleness):
     meshes = build.Meshes.of(options)
     models = build.build(options, policy, meshes=meshes)
     rows, tokens = encoding.encode_prompts(
-        policy.tokenizer,
+        TextContract(policy.tokenizer, stop_ids=policy.stop_ids),
         read_prompts(options.data.prompts),
-        max_length=policy.room(max_new_tokens=options.batch.max_new_tokens),
-        stop_ids=policy.stop_ids,
+        limits=Limits(policy.room(max_new_tokens=options.batch.max_new_tokens)),
     )
     prompts = batches.prompt_batches(tokens, batch_size=4, seed=0, pad_id=policy.pad_id)
     reward = TextReward(

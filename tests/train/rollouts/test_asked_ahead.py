@@ -9,6 +9,7 @@ import pytest
 import toys
 from jax.experimental import multihost_utils
 
+from rlhf_jax.algorithms.batch import Request
 from rlhf_jax.devices import processes
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import StopError
@@ -57,9 +58,7 @@ def asked_by_two(monkeypatch):
         policy = {"w": jnp.full(3, float(version))}
         asked = sampler.draw_there(
             sampler.hand_over(policy),
-            prompts=toys.prompts(),
-            key=jax.random.key(0),
-            version=jnp.int32(version),
+            Request(toys.prompts(), jax.random.key(0), jnp.int32(version)),
         )
         policy["w"].delete()  # as the update that follows donates it
         return asked

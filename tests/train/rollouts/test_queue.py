@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from rlhf_jax.algorithms.batch import Request
 from rlhf_jax.functional.checks import StopError
 from rlhf_jax.runs.stage import is_settled, settled
 from rlhf_jax.train.rollouts.queue import RolloutQueue
@@ -29,17 +30,21 @@ class Toy:
         return [float(self.prompt), float(self.policy), int(self.version)]
 
 
-def drawn(policy, *, prompts, key, version):
-    del key
-    return Toy(prompt=jnp.float32(prompts), policy=policy, version=version), {}
+def request(step, version):
+    version = jnp.array(version, copy=True)  # the update donates it
+    return Request(step, jax.random.key(step), version)
+
+
+def drawn(policy, asked):
+    toy = Toy(jnp.float32(asked.prompts), policy=policy, version=asked.version)
+    return toy, {}
 
 
 def queue_of(staleness, *, draw=drawn, threaded=True, patience=20.0, **others):
     return RolloutQueue(
         draw,
         hand_over=lambda policy: jnp.array(policy, copy=True),
-        prompts=lambda step: step,
-        key=jax.random.key(0),
+        request=request,
         staleness=staleness,
         threaded=threaded,
         patience=patience,
@@ -128,10 +133,10 @@ def test_a_run_that_is_made_longer_draws_what_its_snapshot_has_not(update):
 
 
 def test_what_a_draw_raises_reaches_the_trainer_with_its_message(update):
-    def failing(policy, *, prompts, key, version):
-        if prompts == 4:
+    def failing(policy, asked):
+        if asked.prompts == 4:
             raise StopError("the verifier of step 4 is gone")
-        return drawn(policy, prompts=prompts, key=key, version=version)
+        return drawn(policy, asked)
 
     before = threading.active_count()
     with pytest.raises(StopError, match=r"^the verifier of step 4 is gone$"):
@@ -142,10 +147,10 @@ def test_what_a_draw_raises_reaches_the_trainer_with_its_message(update):
 def test_a_draw_that_hangs_keeps_neither_the_trainer_nor_a_snapshot(update):
     released = threading.Event()
 
-    def hanging(policy, *, prompts, key, version):
-        if prompts > 1:
+    def hanging(policy, asked):
+        if asked.prompts > 1:
             released.wait(20)
-        return drawn(policy, prompts=prompts, key=key, version=version)
+        return drawn(policy, asked)
 
     start, queue = time.monotonic(), queue_of(2, draw=hanging, patience=0.1)
     policy, version = jnp.float32(0), jnp.int32(0)
@@ -162,10 +167,10 @@ def test_a_draw_that_hangs_keeps_neither_the_trainer_nor_a_snapshot(update):
 def test_a_second_ctrl_c_waits_for_no_draw(update):
     released = threading.Event()
 
-    def hanging(policy, *, prompts, key, version):
-        if prompts:
+    def hanging(policy, asked):
+        if asked.prompts:
             released.wait(20)
-        return drawn(policy, prompts=prompts, key=key, version=version)
+        return drawn(policy, asked)
 
     policy, version = jnp.float32(0), jnp.int32(0)
     queue = queue_of(2, draw=hanging)
@@ -185,9 +190,9 @@ def test_a_second_ctrl_c_waits_for_no_draw(update):
 
 
 def test_both_waits_are_counted_also_while_they_last(update):
-    def slow(policy, *, prompts, key, version):
-        time.sleep(0.1 if prompts else 0)
-        return drawn(policy, prompts=prompts, key=key, version=version)
+    def slow(policy, asked):
+        time.sleep(0.1 if asked.prompts else 0)
+        return drawn(policy, asked)
 
     policy, version, queue = jnp.float32(0), jnp.int32(0), queue_of(1, draw=slow)
     state = queue.first(policy, version=version)
@@ -206,9 +211,9 @@ def test_both_waits_are_counted_also_while_they_last(update):
 
 
 def test_a_snapshot_waits_as_the_trainer_and_the_end_is_no_wait(update):
-    def slow(policy, *, prompts, key, version):
-        time.sleep(0.2 if prompts else 0)
-        return drawn(policy, prompts=prompts, key=key, version=version)
+    def slow(policy, asked):
+        time.sleep(0.2 if asked.prompts else 0)
+        return drawn(policy, asked)
 
     policy, version = jnp.float32(0), jnp.int32(0)
     queue = queue_of(1, draw=slow, num_steps=2)
@@ -231,13 +236,13 @@ def test_a_snapshot_waits_as_the_trainer_and_the_end_is_no_wait(update):
 def test_the_next_draw_begins_while_scores_are_waited_for():
     """Two scores and draws of 0.3 s each take 0.9 s in all, not 1.2 s."""
 
-    def scored(policy, *, prompts, key, version):
-        time.sleep(0.3 if prompts else 0)
-        rollout, _ = drawn(policy, prompts=prompts, key=key, version=version)
+    def scored(policy, asked):
+        time.sleep(0.3 if asked.prompts else 0)
+        rollout, _ = drawn(policy, asked)
 
         def scores():
-            time.sleep(0.3 if prompts else 0)
-            if prompts == 3:
+            time.sleep(0.3 if asked.prompts else 0)
+            if asked.prompts == 3:
                 raise StopError("no scores of step 3")
             return rollout.prompt
 
