@@ -249,6 +249,9 @@ def _run(
     if routed.chosen is not None:
         routed = routed._replace(chosen=jnp.moveaxis(routed.chosen, 2, 0))
     x = embed(params, model=model, tokens=tokens, positions=positions)
+    own_inputs = None
+    if model.per_layer_width is not None:
+        own_inputs = per_layer.inputs(params, x, model=model, tokens=tokens)
     x, keys_values, routing = layers.run(
         params["layers"],
         # Shards rows and not D: GSPMD could otherwise gather activations in place of
@@ -259,7 +262,7 @@ def _run(
         positions=positions,
         first_column=first_column if cut is None else 0,
         experts=routed,
-        per_layer=per_layer.inputs(params, x, model=model, tokens=tokens),
+        per_layer=own_inputs,
     )
     if routing is not None:
         chosen = jnp.moveaxis(routing.chosen, 0, 2)
