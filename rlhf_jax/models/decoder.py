@@ -371,7 +371,8 @@ def logits(
     logits = padded[:, : model.vocab_size]
     if model.logit_softcap is not None:
         logits = model.logit_softcap * jnp.tanh(logits / model.logit_softcap)
-    logits = unused_ids.masked(logits, model.unused_ids)
+    if model.unused_ids:
+        logits = unused_ids.masked(logits, model.unused_ids)
     return logits.reshape(*hidden.shape[:-1], model.vocab_size)
 
 
