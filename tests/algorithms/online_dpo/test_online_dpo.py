@@ -71,14 +71,19 @@ def no_model(monkeypatch):
 
 def updated(recipe, rollouts, rows=None):
     """(the table after a step, stats), all pairs in one step of `rows` at a time."""
-    experience, stats = recipe.experience(rollouts, kl_coef=jnp.float32(BETA))
-    minibatch, loss = recipe.minibatch_loss(
-        experience, kl_coef=jnp.float32(BETA), frozen=NO_MODELS
-    )
-    (slope, _), more = state.accumulate(
-        loss, (jnp.asarray(TABLE), None), minibatch, micro_batch_size=rows
-    )
-    means = masked.mean_stats(stats | more)
+
+    @toys.jit
+    def step(rollouts):
+        experience, stats = recipe.experience(rollouts, kl_coef=jnp.float32(BETA))
+        minibatch, loss = recipe.minibatch_loss(
+            experience, kl_coef=jnp.float32(BETA), frozen=NO_MODELS
+        )
+        (slope, _), more = state.accumulate(
+            loss, (jnp.asarray(TABLE), None), minibatch, micro_batch_size=rows
+        )
+        return slope, masked.mean_stats(stats | more)
+
+    slope, means = step(rollouts)
     after = TABLE - RATE * np.asarray(slope)
     return after, {name: float(x) for name, x in means.items()}
 
