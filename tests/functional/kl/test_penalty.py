@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+import toys
 from tiers import one_in
 
 from rlhf_jax import kl, kl_penalty
@@ -295,7 +296,7 @@ def test_a_clipped_estimate_is_bounded_counted_and_without_slope():
                 weights=ones,
             )
 
-        (_, stats), slope = jax.value_and_grad(loss, has_aux=True)(x)
+        (_, stats), slope = toys.jit(jax.value_and_grad(loss, has_aux=True))(x)
         assert np.array_equal(stats["loss/kl_clipfrac"], (4, 6))
         np.testing.assert_array_equal(slope[over], 0.0)
         assert np.all(np.isfinite(slope))
@@ -336,7 +337,8 @@ def test_k3_in_the_loss_has_its_slope_wherever_that_is_finite(x, log_weight):
             weights=cell(1),
         )
 
-    (output, stats), gradient = jax.value_and_grad(loss, has_aux=True)(cell(x))
+    of_loss = toys.jit(jax.value_and_grad(loss, has_aux=True))
+    (output, stats), gradient = of_loss(cell(x))
     np.testing.assert_allclose(output, value, rtol=1e-4)
     np.testing.assert_allclose(gradient[0, 0], slope, rtol=1e-4)
     assert np.array_equal(stats["loss/kl_overflowfrac"], (overflowing, 1))
@@ -599,6 +601,7 @@ def exact_of(table, penalty: Penalty):
     return kl.exact(table, REFERENCE, **options)[ROWS]
 
 
+@functools.partial(toys.jit, static_argnames=("penalty",))
 def loss_gradient(penalty: Penalty, sampled_from) -> np.ndarray:
     """The mean gradient of a response's loss over samples of `sampled_from`."""
     likelihood = jnp.exp(response_logprobs(sampled_from))
@@ -618,6 +621,7 @@ def loss_gradient(penalty: Penalty, sampled_from) -> np.ndarray:
     return jax.grad(loss)(POLICY)
 
 
+@functools.partial(toys.jit, static_argnames=("penalty",))
 def reward_gradient(penalty: Penalty) -> np.ndarray:
     """The mean over the policy's samples of Σ_t ∇log π_t · (rewards from t on)."""
     logprobs = world_logprobs(POLICY)
