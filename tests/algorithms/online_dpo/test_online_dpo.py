@@ -134,7 +134,8 @@ def test_an_update_is_dpo_s_of_the_ranked_samples(recipe, pairs, compared):
     far = np.abs(np.float64(TABLE) - OLD)[both][MASK[both]]
     assert stats["policy/sampler_mismatch"] == pytest.approx(far.mean(), rel=1e-5)
     rollouts = scored()
-    experience, _ = recipe.experience(rollouts, kl_coef=jnp.float32(BETA))
+    made = toys.jit(recipe.experience)
+    experience, _ = made(rollouts, kl_coef=jnp.float32(BETA))
     assert experience.members.tolist() == [[*pair] for pair in pairs]
     np.testing.assert_array_equal(
         experience.laid_out(rollouts.rollout.tokens), experience.tokens

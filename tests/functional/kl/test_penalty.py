@@ -301,9 +301,8 @@ def test_a_clipped_estimate_is_bounded_counted_and_without_slope():
         np.testing.assert_array_equal(slope[over], 0.0)
         assert np.all(np.isfinite(slope))
         assert np.all(np.asarray(slope)[~over] != 0)
-        value, stats = kl_penalty.reward_kl(
-            penalty=penalty, logprobs=x, ref_logprobs=zeros, mask=ones > 0
-        )
+        reward_kl = toys.jit(functools.partial(kl_penalty.reward_kl, penalty=penalty))
+        value, stats = reward_kl(logprobs=x, ref_logprobs=zeros, mask=ones > 0)
         assert np.array_equal(stats["penalty/clipfrac"], (4, 6))
         np.testing.assert_array_equal(value[over], (1.0 * at_limit)[over])
 
@@ -342,12 +341,8 @@ def test_k3_in_the_loss_has_its_slope_wherever_that_is_finite(x, log_weight):
     np.testing.assert_allclose(output, value, rtol=1e-4)
     np.testing.assert_allclose(gradient[0, 0], slope, rtol=1e-4)
     assert np.array_equal(stats["loss/kl_overflowfrac"], (overflowing, 1))
-    value, stats = kl_penalty.reward_kl(
-        penalty=Penalty("k3"),
-        logprobs=cell(x),
-        ref_logprobs=cell(0),
-        mask=cell(1) > 0,
-    )
+    reward_kl = toys.jit(functools.partial(kl_penalty.reward_kl, penalty=Penalty("k3")))
+    value, stats = reward_kl(logprobs=cell(x), ref_logprobs=cell(0), mask=cell(1) > 0)
     expected = min(np.exp(min(-x, 200)), np.exp(88.72)) - 1 + x
     np.testing.assert_allclose(value, [[expected]], rtol=1e-4)
     assert np.array_equal(stats["penalty/overflowfrac"], (-x > 88.72, 1))
@@ -534,7 +529,7 @@ def target(name: str, penalty: Penalty, prefixes_of) -> np.ndarray:
     """
     num_alone = NUM_ALONE if name.startswith("top-k ") else None
     name = name.removeprefix("top-k ")
-    fixed = reached(prefixes_of)
+    fixed = toys.jit(reached)(prefixes_of)
     ref_logprobs = world_logprobs(REFERENCE)
     likelihood = jnp.exp(response_logprobs(REFERENCE))
 
@@ -582,8 +577,8 @@ def target(name: str, penalty: Penalty, prefixes_of) -> np.ndarray:
             penalty, logprobs, logprobs, ref_logprobs, exact, WORLD_MASK
         )
         cost = cost.sum(1).astype(np.float32)
-        return jax.grad(lambda table: jnp.sum(policy(table) * cost))(POLICY)
-    return jax.grad(values[name])(POLICY)
+        values[name] = lambda table: jnp.sum(policy(table) * cost)
+    return toys.jit(jax.grad(values[name]))(POLICY)
 
 
 def targets(penalty: Penalty, prefixes_of=POLICY) -> np.ndarray:
