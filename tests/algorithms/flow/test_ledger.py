@@ -237,15 +237,20 @@ def test_quarters_of_lengths_and_columns_by_hand():
         sample=toys.array([0] * 4, np.int32),
         version=toys.array(np.full(mask.shape, 5), np.int32),
     )
-    sums = ledger.sums(
-        ledger.entries(drawn, step=jnp.int32(5), rows=jnp.arange(4)),
-        logprobs=toys.array(np.where(response, -2.0 - gap, 0.0)),
-        entropy=toys.array(np.ones(mask.shape)),
-        mask=drawn.mask,
-        max_new_tokens=size,
-        vocab_size=50,
-    )
-    got = {name: metric(*x) for name, x in jax.device_get(sums).items()}
+
+    @toys.jit
+    def sums(drawn, logprobs):
+        return ledger.sums(
+            ledger.entries(drawn, step=jnp.int32(5), rows=jnp.arange(4)),
+            logprobs=logprobs,
+            entropy=jnp.ones(mask.shape),
+            mask=drawn.mask,
+            max_new_tokens=size,
+            vocab_size=50,
+        )
+
+    stats = sums(drawn, toys.array(np.where(response, -2.0 - gap, 0.0)))
+    got = {name: metric(*x) for name, x in jax.device_get(stats).items()}
     assert got["trust/outliers"] == pytest.approx(1 / length.sum(), rel=1e-5)
     for row, quarter in enumerate((1, 2, 3, 4)):
         of_prompt = gap[row][response[row]].mean()
