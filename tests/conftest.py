@@ -7,6 +7,7 @@ import functools
 import gc
 import os
 import signal
+import sys
 import zlib
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +27,11 @@ os.environ["XLA_FLAGS"] = (
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Else `runs.command_line.main` would cache programs of tests in the user's home.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+
+# Else each worker compiles all files of the package and the tests in every run (a third
+# of its start), and so does each process that a test starts.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -111,7 +117,7 @@ def only_a_share(config, items):
 def programs_let_go():
     """Frees compiled programs, which would fill 4 GB in a worker otherwise."""
     yield
-    if resident() > 2.0e9:
+    if resident() > 3.0e9:
         import jax
 
         jax.clear_caches()

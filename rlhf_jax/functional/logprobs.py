@@ -163,7 +163,8 @@ def token_logprobs_from_hidden(
         advice="pass the true vocabulary's size, at most the rows of head",
         vocab_size=vocab_size,
     )
-    unused_ids.check(unused, vocab_size=vocab_size)
+    if unused:
+        unused_ids.check(unused, vocab_size=vocab_size)
 
     # Columns that are not computed are padded with zeros, so that columns keep their t.
     before = ((0, 0), (min(first_column, columns), 0))

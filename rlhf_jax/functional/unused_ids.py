@@ -3,7 +3,7 @@
 Embeddings often have more rows than the tokenizer has tokens (Qwen 2.5: 151,936 rows
 for 151,665 tokens), and some tokenizers leave holes between their ids. Such ids are
 given as ranges (start, stop), in order and apart: a static, hashable value. Under `jit`
-they become comparisons with an iota; an empty tuple adds no operation.
+they become comparisons with an iota; for an empty tuple nothing here is called.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def contain(ranges: Ranges, ids: Int32[Array, "*shape"]) -> Bool[Array, "*shape"
 
 
 def masked(logits: Array, ranges: Ranges) -> Array:
-    """Sets the logits of ids in the ranges to -inf; returns the array itself for ().
+    """Sets the logits of ids in the ranges to -inf.
 
     Args:
       logits: f32[..., V], one for every id of the vocabulary.
@@ -117,8 +117,6 @@ def masked(logits: Array, ranges: Ranges) -> Array:
     >>> print(masked(jnp.zeros(2), ()))
     [0. 0.]
     """
-    if not ranges:
-        return logits
     ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
     unused = contain(ranges, ids).reshape((1,) * (logits.ndim - 1) + ids.shape)
     return jnp.where(unused, -jnp.inf, logits)

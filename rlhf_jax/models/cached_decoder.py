@@ -130,7 +130,9 @@ def decode_step(
         recurrent=attend.tokens,
     )
     x = decoder.embed(params, model=model, tokens=tokens, positions=positions)
-    own_inputs = per_layer.inputs(params, x, model=model, tokens=tokens)
+    own_inputs = None
+    if model.per_layer_width is not None:
+        own_inputs = per_layer.inputs(params, x, model=model, tokens=tokens)
     updated: list[Kept] = []
     chosen = []
     recording = Given(tokens=jnp.ones(tokens.shape, bool) if record else None)
@@ -266,11 +268,13 @@ def prefill(
             return axes.rows_apart(x), new
 
         x = decoder.embed(params, model=model, tokens=own(tokens), positions=at)
-        inputs = per_layer.inputs(params, x, model=model, tokens=own(tokens))
+        inputs = {}
+        if model.per_layer_width is not None:
+            own_inputs = per_layer.inputs(params, x, model=model, tokens=own(tokens))
+            inputs["per_layer"] = own_inputs
         x, chosen = axes.rows_apart(x), None
         if model.by_kind:
-            of_layers = {} if inputs is None else {"per_layer": inputs}
-            stacks = params["layers"], caches, of_layers
+            stacks = params["layers"], caches, inputs
             x, caches = in_periods(of_kinds, x, stacks, model=model)
             chosen = caches.pop("chosen", None)
         else:

@@ -447,7 +447,7 @@ class ModelConfig:
     @property
     def num_tokens(self) -> int:
         """Number of ids that may be predicted: the vocabulary without `unused_ids`."""
-        return self.vocab_size - unused_ids.count(self.unused_ids)
+        return self.vocab_size - sum(stop - start for start, stop in self.unused_ids)
 
     @property
     def padded_vocab_size(self) -> int:

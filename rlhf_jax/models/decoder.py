@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.functional import unused_ids
+from rlhf_jax.functional import checks, unused_ids
 from rlhf_jax.functional.errors import refuse
 from rlhf_jax.models import axes, blocks, layers, layout, leaves, per_layer
 from rlhf_jax.models.axes import Cut
@@ -137,9 +137,10 @@ def hidden_states(
       segment. Values at padding are finite and have no meaning.
 
     Raises:
-      InputError: tokens, mask and segments differ in shape; there are more columns than
-        learned positions (not checked with segments, where the tokens of a longer text
-        share the last position); or `experts` do not fit the tokens and the model.
+      ValueError: tokens, mask and segments differ in shape. InputError: there are more
+        columns than learned positions (not checked with segments, where the tokens of a
+        longer text share the last position), `prefixes` come with a sliding window or
+        recurrent layers, or `experts` do not fit the tokens and the model.
     """
     rows = Rows(tokens, mask, segments, prefixes, experts)
     cut = axes.cut_of(tokens.shape[0])
@@ -164,7 +165,7 @@ def hidden_and_routing(
       another pass; it is -1 at columns that were not computed.
 
     Raises:
-      InputError: as `hidden_states`; or the model is dense.
+      ValueError, InputError: as `hidden_states`; or the model is dense.
     """
     rows = Rows(tokens, mask, segments, prefixes, experts)
     cut = axes.cut_of(tokens.shape[0])
@@ -192,7 +193,7 @@ def prefill(
       `context` mesh axis.
 
     Raises:
-      InputError: as `hidden_states`.
+      ValueError, InputError: as `hidden_states`.
     """
     rows = Rows(tokens, mask)
     return _run(params, rows, model=model, first_column=first_column, record=record)
@@ -218,7 +219,7 @@ def _run(
     record: bool = False,
 ) -> tuple[Array, Any, Routing | None]:
     """As `prefill`; with a cut, keys and values are of the balanced parts of rows."""
-    refuse(_faults(rows, model=model))
+    _check(rows, model=model)
     if record or rows.experts is not None:
         faults = routing_faults(model, rows.experts, tokens=rows.tokens, record=record)
         refuse(faults)
@@ -249,6 +250,9 @@ def _run(
     if routed.chosen is not None:
         routed = routed._replace(chosen=jnp.moveaxis(routed.chosen, 2, 0))
     x = embed(params, model=model, tokens=tokens, positions=positions)
+    own_inputs = None
+    if model.per_layer_width is not None:
+        own_inputs = per_layer.inputs(params, x, model=model, tokens=tokens)
     x, keys_values, routing = layers.run(
         params["layers"],
         # Shards rows and not D: GSPMD could otherwise gather activations in place of
@@ -259,7 +263,7 @@ def _run(
         positions=positions,
         first_column=first_column if cut is None else 0,
         experts=routed,
-        per_layer=per_layer.inputs(params, x, model=model, tokens=tokens),
+        per_layer=own_inputs,
     )
     if routing is not None:
         chosen = jnp.moveaxis(routing.chosen, 0, 2)
@@ -276,28 +280,30 @@ def _run(
     return jnp.where(predicted[None, :, None], hidden, 0), keys_values, routing
 
 
-def _faults(rows: Rows, *, model: ModelConfig) -> Iterator[str]:
-    tokens, prefixes = rows.tokens, rows.prefixes
-    for name, array in {"mask": rows.mask, "segments": rows.segments}.items():
-        if array is not None and (tokens.ndim != 2 or tokens.shape != array.shape):
-            yield (
-                f"expected tokens [B, S] and {name} of the shape of tokens, "
-                f"{tokens.shape}, got {array.shape}"
-            )
-            return
-    learned = model.positions == "learned" and rows.segments is None
-    if learned and tokens.shape[1] > model.max_positions:
-        yield (
-            f"expected at most {model.max_positions} columns (the model's learned "
-            f"positions), got {tokens.shape[1]}; shorten prompts or responses"
+def _check(rows: Rows, *, model: ModelConfig) -> None:
+    checks.shape((None, None), tokens=rows.tokens)
+    checks.same_shape(tokens=rows.tokens, mask=rows.mask)
+    if rows.segments is not None:
+        checks.same_shape(tokens=rows.tokens, segments=rows.segments)
+    elif model.positions == "learned":
+        checks.within(
+            most=model.max_positions,
+            advice="the model has no more learned positions: shorten prompts or "
+            "responses",
+            columns=rows.tokens.shape[1],
         )
-    if prefixes is not None and model.sliding_window is not None:
+    if rows.prefixes is not None:
+        refuse(_faults_of_prefixes(model))
+
+
+def _faults_of_prefixes(model: ModelConfig) -> Iterator[str]:
+    if model.sliding_window is not None:
         yield (
             f"expected a model without a sliding window for texts that share a prefix, "
             f"got one of {model.sliding_window} tokens, which would count columns of "
             f"other texts; let no texts share one"
         )
-    if prefixes is not None and model.recurrent_layers:
+    if model.recurrent_layers:
         yield (
             "expected a model without recurrent layers for texts that share a prefix, "
             "got one with them, whose state after a prefix only one text can continue; "
@@ -368,7 +374,8 @@ def logits(
     logits = padded[:, : model.vocab_size]
     if model.logit_softcap is not None:
         logits = model.logit_softcap * jnp.tanh(logits / model.logit_softcap)
-    logits = unused_ids.masked(logits, model.unused_ids)
+    if model.unused_ids:
+        logits = unused_ids.masked(logits, model.unused_ids)
     return logits.reshape(*hidden.shape[:-1], model.vocab_size)
 
 

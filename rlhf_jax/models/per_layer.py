@@ -39,25 +39,21 @@ def tables(key: Array, *, model: ModelConfig) -> Params:
     }
 
 
-def inputs(
-    params: Params, x: Array, *, model: ModelConfig, tokens: Array
-) -> Array | None:
+def inputs(params: Params, x: Array, *, model: ModelConfig, tokens: Array) -> Array:
     """(norm(x W / sqrt(D)) + sqrt(P) e(tokens)) / sqrt(2), a part for every layer.
 
     Args:
-      params: a decoder's.
+      params: of a decoder with `model.per_layer_width`.
       x: [B, T, D], of `decoder.embed`.
       tokens: i32[B, T].
 
     Returns:
-      [L, B, T, P] in `model.dtype`; None for a model without. The gradient reaches
-      params and x.
+      [L, B, T, P] in `model.dtype`. The gradient reaches params and x.
 
     Source: as `Gemma4TextModel.project_per_layer_inputs` of transformers 5.
     """
-    if model.per_layer_width is None:
-        return None
     embed, width = params["embed"], model.per_layer_width
+    assert width is not None
     own = leaves.rows(embed["per_layer"], tokens).astype(model.dtype)
     own = own * jnp.asarray(width**0.5, model.dtype)
     mix = leaves.read(embed["per_layer_mix"])

@@ -21,10 +21,6 @@ MODEL = config.llama(
     max_positions=24,
 )
 LORA = lora.LoRA(rank=4)
-BASE = toys.params(MODEL)
-ADAPTERS = toys.perturbed(
-    lora.init(jax.random.key(1), model=MODEL, lora=LORA), seed=4, scale=0.1
-)
 ROWS, PROMPT, NEW = 16, 4, 4
 FEW = 4  # gathers of tokens that were drawn, which XLA:CPU does not combine
 
@@ -48,7 +44,7 @@ def compiled(shape, adapters):
     mesh = shape.make()
     placed = tuple(
         sharding.place(tree, mesh=mesh, small=2 * MODEL.hidden_size)
-        for tree in (BASE, adapters)
+        for tree in (toys.params(MODEL), adapters)
     )
     return jax.jit(sharding.on(mesh, responses)).lower(*placed).compile(), placed
 
@@ -64,7 +60,9 @@ def exchanges(program):
     "shape", [MeshShape(data=2, tensor=4), MeshShape(tensor=8)], ids=str
 )
 def test_a_token_of_adapters_takes_the_exchanges_of_its_base(shape):
-    program, placed = compiled(shape, ADAPTERS)
+    made = lora.init(jax.random.key(1), model=MODEL, lora=LORA)
+    adapters = toys.perturbed(made, seed=4, scale=0.1)
+    program, placed = compiled(shape, adapters)
     of_base, placed_base = compiled(shape, {})
     query = placed[1]["layers"]["attention"]["query"]
     assert not query["lora_a"].is_fully_replicated  # else the base's count is no news
@@ -72,7 +70,8 @@ def test_a_token_of_adapters_takes_the_exchanges_of_its_base(shape):
     assert kinds == exchanges(of_base)
     token = decoding.token(MODEL, mesh=shape, rows=ROWS, columns=PROMPT, weight_bytes=4)
     assert token.collectives <= len(kinds) <= token.collectives + FEW
-    expected, output = jax.jit(responses)(BASE, ADAPTERS), program(*placed)
+    expected = jax.jit(responses)(toys.params(MODEL), adapters)
+    output = program(*placed)
     np.testing.assert_array_equal(output.tokens, expected.tokens)
     np.testing.assert_allclose(output.logprobs, expected.logprobs, rtol=1e-4, atol=1e-5)
     plain = of_base(*placed_base)

@@ -172,7 +172,7 @@ def test_rows_may_be_wider_than_the_learned_positions():
 
 
 def test_segments_of_another_shape():
-    with pytest.raises(InputError, match=r"segments of the shape of tokens, \(2, 5\)"):
+    with pytest.raises(ValueError, match=r"one shape, got .*, segments \(2, 4\)"):
         decoder.hidden_states(
             tiny.params(tiny.GPT2),
             model=tiny.GPT2,

@@ -53,7 +53,22 @@ def read_of(params, *, model):
     return {name: sum(x.size for x in own) for name, own in matrices.items()}
 
 
-@pytest.mark.parametrize("name", sorted(registry.KNOWN))
+# One of each family: layers of several kinds take seconds to trace.
+QUICK = {
+    *("gemma-2-2b", "gemma-3-1b", "gemma-4-e2b", "gpt-oss-20b", "gpt2"),
+    *("granite-4.0-350m", "llama-3.2-1b", "mistral-7b", "mixtral-8x7b", "olmo-2-1b"),
+    *("phi-3-mini-4k", "pythia-160m", "qwen2.5-0.5b", "qwen3-0.6b", "qwen3-30b-a3b"),
+    *("qwen3.5-4b", "smollm3-3b"),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+        for name in sorted(registry.KNOWN)
+    ],
+)
 def test_every_matrix_of_the_tree_is_read_once(name):
     """With enough rows each expert is read, too."""
     model = registry.KNOWN[name]

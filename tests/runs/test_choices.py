@@ -8,6 +8,7 @@ import typing
 import places
 import pytest
 import reread
+import tiers
 
 from rlhf_jax.algorithms.policy_gradient.corrections import SamplerCorrection
 from rlhf_jax.algorithms.policy_gradient.options import (
@@ -444,7 +445,8 @@ def test_an_option_of_an_earlier_version_is_answered_with_its_successor(old, new
     assert written.split()[0] == new
 
 
-def test_what_is_written_in_place_of_a_key_has_the_form_of_its_choice():
+@pytest.mark.parametrize("part", tiers.one_in(4, range(4)))
+def test_what_is_written_in_place_of_a_key_has_the_form_of_its_choice(part):
     """With a number for each value, of which a kind may refuse only the value."""
 
     def refusal(written):
@@ -456,7 +458,7 @@ def test_what_is_written_in_place_of_a_key_has_the_form_of_its_choice():
         return ""
 
     found = commands.successors(ppo.Config)
-    refusals = [refusal(written) for written in {*found.values()}]
+    refusals = [refusal(written) for written in sorted({*found.values()})[part::4]]
     wrong = ("before an equals sign", "is not an option", "expected options of")
     assert not [why for why in refusals if any(words in why for words in wrong)]
-    assert refusals.count("") > 20
+    assert refusals.count("") > 5

@@ -255,7 +255,8 @@ def _from_hidden(
         advice="pass the true vocabulary's size, at most the rows of either head",
         vocab_size=vocab_size,
     )
-    unused_ids.check(unused, vocab_size=vocab_size)
+    if unused:
+        unused_ids.check(unused, vocab_size=vocab_size)
     checks.within(
         least=1,
         most=vocab_size,

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import flax.struct
@@ -26,7 +25,6 @@ import jax.numpy as jnp
 
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.functional.errors import refuse
 from rlhf_jax.models.caches import Caches, growing_widths, widened
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.experts import OWN
@@ -153,13 +151,11 @@ def generate(
         # Imported only by runs that choose it.
         from rlhf_jax.models.generation.row_shares import respond
 
-        refuse(
-            _faults(
-                model,
-                tokens=tokens,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-            )
+        _check(
+            model,
+            tokens=tokens,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
         )
         checks.groups(tokens.shape[0], group_size=group_size)
         responses = respond(
@@ -223,13 +219,11 @@ def start(
     checks.groups(rows, group_size=group_size)
     logits, caches, experts = [], [], None
     for decoder in decoders:
-        refuse(
-            _faults(
-                decoder.model,
-                tokens=tokens,
-                max_new_tokens=max_new_tokens,
-                temperature=draw.temperature,
-            )
+        _check(
+            decoder.model,
+            tokens=tokens,
+            max_new_tokens=max_new_tokens,
+            temperature=draw.temperature,
         )
         last, cache, chosen = sampling.read_prompts(
             decoder,
@@ -368,18 +362,18 @@ def _after(responses: Responses, *, tokens: Array, mask: Array) -> Generated:
     )
 
 
-def _faults(
+def _check(
     model: ModelConfig, *, tokens: Array, max_new_tokens: int, temperature: float
-) -> Iterator[str]:
-    if not 0 < temperature < math.inf:
-        yield (
-            f"expected temperature > 0, got {temperature}; for the most likely token "
-            f"use Shaping(greedy=True)"
-        )
+) -> None:
+    checks.within(
+        above=0,
+        advice="for the most likely token use Shaping(greedy=True)",
+        temperature=temperature,
+    )
     prompt = tokens.shape[1]
-    if min(prompt, max_new_tokens) < 1 or prompt + max_new_tokens > model.max_positions:
-        yield (
-            f"expected prompt and response of at least one column each, within "
-            f"{model.max_positions} positions, got {prompt} + {max_new_tokens}; "
-            f"shorten either, and leave neither out"
-        )
+    checks.at_least_one(columns_of_prompts=prompt, max_new_tokens=max_new_tokens)
+    checks.within(
+        most=model.max_positions,
+        advice="shorten prompts or responses",
+        **{"prompt + max_new_tokens": prompt + max_new_tokens},
+    )

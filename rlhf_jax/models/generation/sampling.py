@@ -91,7 +91,8 @@ def sample_token(
     if predicted is not None:
         predicted = axes.rows_apart(predicted)
         logits = jnp.where(predicted[:, None], logits, 0.0)
-        logits = unused_ids.masked(logits, unused)
+        if unused:
+            logits = unused_ids.masked(logits, unused)
     # As in `logprobs`: log-probs of sampler and trainer must agree to 1e-4 nats.
     logits = logits.astype(jnp.float32) / temperature
     if shaping is not None:

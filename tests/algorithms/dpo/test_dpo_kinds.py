@@ -79,12 +79,13 @@ def test_labels_stand_beside_their_texts():
     assert whole().labels is None
 
 
+update = toys.jit(dpo.update, static_argnames=("dpo",))
+
+
 def updated(algorithm, batch, ref_logprobs=None, params=PARAMS):
     algorithm = dataclasses.replace(algorithm, optimizer=optax.sgd(RATE))
     start = state.supervised_state(jax.numpy.asarray(params), optimizer=optax.sgd(RATE))
-    after, stats = dpo.update(
-        start, batch=batch, dpo=algorithm, ref_logprobs=ref_logprobs
-    )
+    after, stats = update(start, batch=batch, dpo=algorithm, ref_logprobs=ref_logprobs)
     return np.asarray(after.params), means(stats)
 
 

@@ -237,15 +237,20 @@ def test_quarters_of_lengths_and_columns_by_hand():
         sample=toys.array([0] * 4, np.int32),
         version=toys.array(np.full(mask.shape, 5), np.int32),
     )
-    sums = ledger.sums(
-        ledger.entries(drawn, step=jnp.int32(5), rows=jnp.arange(4)),
-        logprobs=toys.array(np.where(response, -2.0 - gap, 0.0)),
-        entropy=toys.array(np.ones(mask.shape)),
-        mask=drawn.mask,
-        max_new_tokens=size,
-        vocab_size=50,
-    )
-    got = {name: metric(*x) for name, x in jax.device_get(sums).items()}
+
+    @toys.jit
+    def sums(drawn, logprobs):
+        return ledger.sums(
+            ledger.entries(drawn, step=jnp.int32(5), rows=jnp.arange(4)),
+            logprobs=logprobs,
+            entropy=jnp.ones(mask.shape),
+            mask=drawn.mask,
+            max_new_tokens=size,
+            vocab_size=50,
+        )
+
+    stats = sums(drawn, toys.array(np.where(response, -2.0 - gap, 0.0)))
+    got = {name: metric(*x) for name, x in jax.device_get(stats).items()}
     assert got["trust/outliers"] == pytest.approx(1 / length.sum(), rel=1e-5)
     for row, quarter in enumerate((1, 2, 3, 4)):
         of_prompt = gap[row][response[row]].mean()
@@ -341,7 +346,8 @@ def test_duplicates_by_hand():
         index=toys.array([3, 3, 3, 4, 4], np.int32),
         sample=toys.array(np.arange(5), np.int32),
     )
-    stats = jax.device_get(ledger.duplicates(drawn, rows=jnp.arange(5)))
+    duplicates = toys.jit(ledger.duplicates)
+    stats = jax.device_get(duplicates(drawn, rows=np.arange(5)))
     got = {name: metric(*x) for name, x in stats.items()}
     share, expected = 1 / 3, (0.25 + 0.25 + 0.05) / 3
     divergence = share * np.log(share / expected)
@@ -355,7 +361,7 @@ def test_duplicates_by_hand():
         rel=1e-5,
     )
     # Every other row alone: no two with one prompt but 2 and 0, which differ.
-    stats = jax.device_get(ledger.duplicates(drawn, rows=jnp.array([0, 2, 4])))
+    stats = jax.device_get(duplicates(drawn, rows=np.array([0, 2, 4])))
     got = {name: metric(*x) for name, x in stats.items()}
     assert got == pytest.approx(
         {
@@ -364,5 +370,5 @@ def test_duplicates_by_hand():
             "trust/duplicates_z": 0,
         }
     )
-    one = jax.device_get(ledger.duplicates(drawn, rows=jnp.array([0])))
+    one = jax.device_get(duplicates(drawn, rows=np.array([0])))
     assert {metric(*x) for x in one.values()} == {None}

@@ -97,6 +97,11 @@ def scored():
 # Groups
 
 
+group_experience = toys.jit(
+    grpo.group_experience, static_argnames=("group_size", "baseline", "normalise")
+)
+
+
 @pytest.mark.slow
 def test_a_group_s_prompt_is_run_once_and_gives_the_same_samples():
     options = {
@@ -140,7 +145,7 @@ def test_a_group_s_prompt_is_run_once_and_gives_the_same_samples():
     ],
 )
 def test_group_experience_against_loops(scored, baseline, normalise):
-    experience, stats = grpo.group_experience(
+    experience, stats = group_experience(
         scored, kl_coef=0.3, group_size=4, baseline=baseline, normalise=normalise
     )
     mask = np.asarray(scored.rollout.response_mask)
@@ -174,7 +179,7 @@ def test_group_experience_against_loops(scored, baseline, normalise):
 @pytest.mark.parametrize("baseline", ["group", "leave_one_out"])
 def test_equal_groups_teach_nothing_and_are_counted(scored, baseline):
     scores = scored.scores.at[:4].set(0.7)
-    experience, stats = grpo.group_experience(
+    experience, stats = group_experience(
         dataclasses.replace(scored, scores=scores, kl=None),
         kl_coef=0.3,
         group_size=4,
@@ -322,7 +327,7 @@ def test_a_group_of_two_prompts_has_no_advantage(scored, baseline):
     """Such a group is invalid, since its prompt is read once; the update is skipped."""
     index = scored.rollout.index.at[1].add(100)
     rollout_ = dataclasses.replace(scored.rollout, index=index)
-    experience, _ = grpo.group_experience(
+    experience, _ = group_experience(
         dataclasses.replace(scored, rollout=rollout_),
         kl_coef=0.3,
         group_size=4,

@@ -70,14 +70,19 @@ def no_model(monkeypatch):
 
 def updated(recipe, rollouts, rows=None):
     """(the table after a step, stats), all pairs in one step of `rows` at a time."""
-    experience, stats = recipe.experience(rollouts, kl_coef=jnp.float32(BETA))
-    minibatch, loss = recipe.minibatch_loss(
-        experience, kl_coef=jnp.float32(BETA), frozen=NO_MODELS
-    )
-    (slope, _), more = state.accumulate(
-        loss, (jnp.asarray(TABLE), None), minibatch, micro_batch_size=rows
-    )
-    means = masked.mean_stats(stats | more)
+
+    @toys.jit
+    def step(rollouts):
+        experience, stats = recipe.experience(rollouts, kl_coef=jnp.float32(BETA))
+        minibatch, loss = recipe.minibatch_loss(
+            experience, kl_coef=jnp.float32(BETA), frozen=NO_MODELS
+        )
+        (slope, _), more = state.accumulate(
+            loss, (jnp.asarray(TABLE), None), minibatch, micro_batch_size=rows
+        )
+        return slope, masked.mean_stats(stats | more)
+
+    slope, means = step(rollouts)
     after = TABLE - RATE * np.asarray(slope)
     return after, {name: float(x) for name, x in means.items()}
 
@@ -128,7 +133,8 @@ def test_an_update_is_dpo_s_of_the_ranked_samples(recipe, pairs, compared):
     far = np.abs(np.float64(TABLE) - OLD)[both][MASK[both]]
     assert stats["policy/sampler_mismatch"] == pytest.approx(far.mean(), rel=1e-5)
     rollouts = scored()
-    experience, _ = recipe.experience(rollouts, kl_coef=jnp.float32(BETA))
+    made = toys.jit(recipe.experience)
+    experience, _ = made(rollouts, kl_coef=jnp.float32(BETA))
     assert experience.members.tolist() == [[*pair] for pair in pairs]
     np.testing.assert_array_equal(
         experience.laid_out(rollouts.rollout.tokens), experience.tokens

@@ -38,18 +38,22 @@ CHOICES = {
 ENTROPY = np.random.default_rng(3).uniform(0.1, 2.0, toy_turns.SAMPLED.shape)
 
 
+chosen = toys.jit(choose, static_argnames=("choice",))
+
+
+@functools.cache
 def drawn():
     """A scored rollout, and its experience without a choice of tokens."""
     scored = dataclasses.replace(toy_turns.scored(), scores=toys.array(SCORES))
     rollout = dataclasses.replace(scored.rollout, entropy=toys.array(ENTROPY))
-    experience, _ = RLOO.experience(scored, kl_coef=jnp.float32(0.0))
+    experience, _ = toys.jit(RLOO.experience)(scored, kl_coef=jnp.float32(0.0))
     return rollout, experience
 
 
 def made(choice, *, step=0):
     """The recipe, the experience with its chosen tokens, and stats."""
     rollout, experience = drawn()
-    output = choose(experience, rollout=rollout, step=jnp.int32(step), choice=choice)
+    output = chosen(experience, rollout=rollout, step=jnp.int32(step), choice=choice)
     return dataclasses.replace(RLOO, token_choice=choice), *output
 
 

@@ -10,7 +10,7 @@ import pytest
 import toy_turns
 import toys
 
-from rlhf_jax import frozen, grpo, kl_control, state
+from rlhf_jax import grpo, kl_control, state
 from rlhf_jax.algorithms.policy_gradient.gradient_penalty import penalised
 from rlhf_jax.algorithms.policy_gradient.iteration import learn
 from rlhf_jax.algorithms.policy_gradient.options import GradientPenalty
@@ -69,7 +69,7 @@ def step_of(params, recipe):
         policy_optimizer=recipe.policy_optimizer,
         kl=kl_control.fixed(0.2),
     )
-    reference = frozen.freeze(toys.params(seed=3, scale=0.15))
+    reference = toys.freeze(toys.params(seed=3, scale=0.15))
     after, stats, _ = learned(
         before,
         rollout=toy_turns.rollout(),

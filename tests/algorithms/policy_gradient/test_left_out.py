@@ -164,8 +164,8 @@ def test_a_group_s_advantages_are_those_of_the_group_without_it(baseline):
                 rollout=leave_out(scored.rollout, rows=~masks["row_mask"]),
                 **masks,
             )
-        recipe = grpo.GRPO(**options, group_size=group_size)
-        experience, stats = recipe.experience(scored, kl_coef=jnp.float32(0.0))
+        experience_of = toys.jit(grpo.GRPO(**options, group_size=group_size).experience)
+        experience, stats = experience_of(scored, kl_coef=jnp.float32(0.0))
         return np.asarray(experience.advantages), stats
 
     output, stats = made(np.arange(6), group_size=3, row_mask=jnp.asarray(~out))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import toy_turns
 import toys
 
 from rlhf_jax import config, frozen, grpo, kl_control, masked, state
@@ -224,12 +225,15 @@ def test_options_that_cannot_act_are_named():
         dataclasses.replace(RECIPE, model=toys.LLAMA, routing_replay=RoutingReplay())
     with pytest.raises(InputError, match="balance_coef: expected a mixture of expert"):
         dataclasses.replace(RECIPE, model=toys.LLAMA, balance_coef=0.01)
-    start, *_ = experience(RECIPE)
+    kl, optimizer = kl_control.fixed(0.1), RECIPE.policy_optimizer
+    start = state.grpo_state(
+        policy=toys.params(MODEL), policy_optimizer=optimizer, kl=kl
+    )
     with pytest.raises(InputError, match="got one without; sample with the library's"):
         made(
             start,
-            rollout=drawn(recorded=False),
-            scores=toys.array(SCORES),
+            rollout=toy_turns.rollout(),
+            scores=np.zeros(6, np.float32),
             frozen=FrozenModels(),
             recipe=dataclasses.replace(RECIPE, routing_replay=RoutingReplay()),
         )

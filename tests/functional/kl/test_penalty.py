@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+import toys
 from tiers import one_in
 
 from rlhf_jax import kl, kl_penalty
@@ -295,14 +296,13 @@ def test_a_clipped_estimate_is_bounded_counted_and_without_slope():
                 weights=ones,
             )
 
-        (_, stats), slope = jax.value_and_grad(loss, has_aux=True)(x)
+        (_, stats), slope = toys.jit(jax.value_and_grad(loss, has_aux=True))(x)
         assert np.array_equal(stats["loss/kl_clipfrac"], (4, 6))
         np.testing.assert_array_equal(slope[over], 0.0)
         assert np.all(np.isfinite(slope))
         assert np.all(np.asarray(slope)[~over] != 0)
-        value, stats = kl_penalty.reward_kl(
-            penalty=penalty, logprobs=x, ref_logprobs=zeros, mask=ones > 0
-        )
+        reward_kl = toys.jit(functools.partial(kl_penalty.reward_kl, penalty=penalty))
+        value, stats = reward_kl(logprobs=x, ref_logprobs=zeros, mask=ones > 0)
         assert np.array_equal(stats["penalty/clipfrac"], (4, 6))
         np.testing.assert_array_equal(value[over], (1.0 * at_limit)[over])
 
@@ -336,16 +336,13 @@ def test_k3_in_the_loss_has_its_slope_wherever_that_is_finite(x, log_weight):
             weights=cell(1),
         )
 
-    (output, stats), gradient = jax.value_and_grad(loss, has_aux=True)(cell(x))
+    of_loss = toys.jit(jax.value_and_grad(loss, has_aux=True))
+    (output, stats), gradient = of_loss(cell(x))
     np.testing.assert_allclose(output, value, rtol=1e-4)
     np.testing.assert_allclose(gradient[0, 0], slope, rtol=1e-4)
     assert np.array_equal(stats["loss/kl_overflowfrac"], (overflowing, 1))
-    value, stats = kl_penalty.reward_kl(
-        penalty=Penalty("k3"),
-        logprobs=cell(x),
-        ref_logprobs=cell(0),
-        mask=cell(1) > 0,
-    )
+    reward_kl = toys.jit(functools.partial(kl_penalty.reward_kl, penalty=Penalty("k3")))
+    value, stats = reward_kl(logprobs=cell(x), ref_logprobs=cell(0), mask=cell(1) > 0)
     expected = min(np.exp(min(-x, 200)), np.exp(88.72)) - 1 + x
     np.testing.assert_allclose(value, [[expected]], rtol=1e-4)
     assert np.array_equal(stats["penalty/overflowfrac"], (-x > 88.72, 1))
@@ -532,7 +529,7 @@ def target(name: str, penalty: Penalty, prefixes_of) -> np.ndarray:
     """
     num_alone = NUM_ALONE if name.startswith("top-k ") else None
     name = name.removeprefix("top-k ")
-    fixed = reached(prefixes_of)
+    fixed = toys.jit(reached)(prefixes_of)
     ref_logprobs = world_logprobs(REFERENCE)
     likelihood = jnp.exp(response_logprobs(REFERENCE))
 
@@ -580,8 +577,8 @@ def target(name: str, penalty: Penalty, prefixes_of) -> np.ndarray:
             penalty, logprobs, logprobs, ref_logprobs, exact, WORLD_MASK
         )
         cost = cost.sum(1).astype(np.float32)
-        return jax.grad(lambda table: jnp.sum(policy(table) * cost))(POLICY)
-    return jax.grad(values[name])(POLICY)
+        values[name] = lambda table: jnp.sum(policy(table) * cost)
+    return toys.jit(jax.grad(values[name]))(POLICY)
 
 
 def targets(penalty: Penalty, prefixes_of=POLICY) -> np.ndarray:
@@ -599,6 +596,7 @@ def exact_of(table, penalty: Penalty):
     return kl.exact(table, REFERENCE, **options)[ROWS]
 
 
+@functools.partial(toys.jit, static_argnames=("penalty",))
 def loss_gradient(penalty: Penalty, sampled_from) -> np.ndarray:
     """The mean gradient of a response's loss over samples of `sampled_from`."""
     likelihood = jnp.exp(response_logprobs(sampled_from))
@@ -618,6 +616,7 @@ def loss_gradient(penalty: Penalty, sampled_from) -> np.ndarray:
     return jax.grad(loss)(POLICY)
 
 
+@functools.partial(toys.jit, static_argnames=("penalty",))
 def reward_gradient(penalty: Penalty) -> np.ndarray:
     """The mean over the policy's samples of Σ_t ∇log π_t · (rewards from t on)."""
     logprobs = world_logprobs(POLICY)

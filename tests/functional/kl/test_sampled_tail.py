@@ -103,7 +103,7 @@ def test_every_estimate_is_head_and_tail():
     reference = np.array(oracles.log_softmax(REF_HEAD @ REF_HIDDEN[0, 0], 1.3))
     top = np.argsort(-policy)[:K]
     head = (np.exp(policy[top]) * (policy - reference)[top]).sum()
-    output = estimates(MODELS, k=K, temperature=1.3)
+    output = toys.jit(functools.partial(estimates, k=K, temperature=1.3))(MODELS)
     for token in range(V):
         tail = 0.0 if token in top else policy[token] - reference[token]
         np.testing.assert_allclose(output[token], head + tail, rtol=1e-5, atol=1e-6)
@@ -115,13 +115,12 @@ def test_a_level_that_all_logits_share_costs_no_digits():
     policy, reference = 4096 + steps / 8, 4096 + np.cos(steps).round(2) // 0.125 / 8
     logs = [np.array(oracles.log_softmax(x - 4096, 1.0)) for x in (policy, reference)]
     expected = (np.exp(logs[0]) * (logs[0] - logs[1])).sum()
-    head, _ = kl.head_from_hidden(
+    head, _ = toys.jit(functools.partial(kl.head_from_hidden, k=V))(
         np.ones((1, 2, 1), np.float32),
         policy[:, None].astype(np.float32),
         np.ones((1, 2, 1), np.float32),
         reference[:, None].astype(np.float32),
         tokens=np.zeros((1, 2), np.int32),
-        k=V,
     )
     np.testing.assert_allclose(head[0, 1], expected, rtol=1e-5)
 
@@ -138,7 +137,7 @@ def test_what_a_mask_hides_and_what_no_model_draws_is_finite():
 
     head = toys.array([[np.nan, 0.2, 0.3, 0.4]])
     logprobs = toys.array([[-np.inf, -2.0, -3.0, -np.inf]])
-    value, slopes = jax.value_and_grad(total, (0, 1))(head, logprobs)
+    value, slopes = toys.jit(jax.value_and_grad(total, (0, 1)))(head, logprobs)
     tails = [9998.0, np.exp(0.5) * -2.0]
     np.testing.assert_allclose(value, 0.9 + sum(tails), rtol=1e-6)
     np.testing.assert_allclose(slopes[0], mask, rtol=1e-6)
@@ -208,16 +207,17 @@ def test_values_are_the_published_ones_and_gradients_lack_its_bias():
     def loss(logits):
         return jnp.sum(jnp.where(mask, values(logits), 0.0))
 
-    np.testing.assert_allclose(
-        np.where(mask, values(logits), 0.0), arrays["kl"], atol=1e-6
-    )
-
     def mass(logits):
         """Σ_K P with a fixed set K."""
         top = jnp.argsort(-logits, axis=-1)[..., : int(arrays["k"])]
         shares = jnp.take_along_axis(jax.nn.softmax(logits), top, axis=-1)
         return jnp.sum(jnp.where(mask, shares.sum(-1), 0.0))
 
-    ours, bias = jax.grad(loss)(logits), jax.grad(mass)(logits)
+    @toys.jit
+    def all_three(logits):
+        return values(logits), jax.grad(loss)(logits), jax.grad(mass)(logits)
+
+    output, ours, bias = all_three(logits)
+    np.testing.assert_allclose(np.where(mask, output, 0.0), arrays["kl"], atol=1e-6)
     assert np.abs(bias).max() > 0.01
     np.testing.assert_allclose(ours + bias, arrays["gradient"], atol=1e-6)

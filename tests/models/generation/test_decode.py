@@ -624,13 +624,13 @@ def test_bad_options_are_named():
         )
 
     for temperature in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(InputError, match=r"temperature > 0, got .*Shaping\(greedy"):
+        with pytest.raises(InputError, match=r"temperature: .* above 0.*\(greedy=True"):
             call(temperature=temperature)
-    with pytest.raises(InputError, match=r"at least one column .* got 3 \+ 0"):
+    with pytest.raises(InputError, match=r"max_new_tokens: .* 1 or more, got 0"):
         call(max_new_tokens=0)
-    with pytest.raises(InputError, match=r"at least one column .* got 0 \+ 4"):
+    with pytest.raises(InputError, match=r"columns_of_prompts: .*, got 0"):
         call(columns=0)
-    with pytest.raises(InputError, match=r"within 24 positions, got 21 \+ 4; shorten"):
+    with pytest.raises(InputError, match=r"at most 24, got 25; shorten"):
         call(columns=21)
 
 

@@ -107,5 +107,5 @@ def test_mixtures_that_are_none():
     with pytest.raises(InputError, match="two models of one vocabulary, got 13 and 14"):
         drawn(Decoder(OURS.params, more))
     short = dataclasses.replace(toys.GPT2, max_positions=6)
-    with pytest.raises(InputError, match=r"within 6 positions, got 4 \+ 4; shorten"):
+    with pytest.raises(InputError, match=r"at most 6, got 8; shorten"):
         drawn(Decoder(OURS.params, short))
