@@ -24,7 +24,7 @@ from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import alarms, command_line, lock, metrics, receipt
-from rlhf_jax.runs.folder import open_run, versions
+from rlhf_jax.runs.folder import code_of, open_run, versions
 from rlhf_jax.runs.metrics import Sink
 from rlhf_jax.runs.profile import Window
 from rlhf_jax.runs.progress import Progress
@@ -120,7 +120,7 @@ class Run:
                 window=profiled,
                 paused=self.record.paused,
             )
-        self.versions = versions()
+        self.versions = versions() | code_of(config)
         self.resume_from = config.resume_from  # None once a stage has gone back to it
         self.interrupt = command_line.Interrupt(
             on_request=None if self.deadline is None else self.deadline.on_signal

@@ -1,8 +1,10 @@
 """The run folder: made once, checked on resume, never changed by a refused run."""
 
 import dataclasses
+import hashlib
 import json
 import subprocess
+from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
@@ -42,6 +44,11 @@ class Config(RunConfig):
     betas: tuple[float, float] = (0.9, 0.999)
     prompts: Path | None = None
     estimator: Literal["k1", "k2", "k3"] = "k1"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardConfig(RunConfig):
+    rewards: tuple[str, ...] = ()
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
@@ -267,6 +274,62 @@ def test_resume_with_other_versions_warns(tmp_path, capsys):
     assert warning.count("\n") == 1
     assert "optax 0.0.1" in warning
     assert "last bits" in warning
+    versions = json.loads(path.read_text())["versions"]
+    assert versions["optax"] == f"0.0.1 then {metadata.version('optax')}"
+    open_run(dataclasses.replace(config, resume=True))
+    assert capsys.readouterr().err == ""
+    assert json.loads(path.read_text())["versions"] == versions
+
+
+def test_resume_with_another_reward_warns(tmp_path, capsys, monkeypatch):
+    """Code that an option names counts as a version; the module is not imported."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine").mkdir()
+    Path("mine/__init__.py").write_text("raise SystemExit")
+    score = Path("mine/score.py")
+    score.write_text("one = 1")
+    before = hashlib.sha256(b"one = 1").hexdigest()[:12]
+    rewards = ("short=function:mine.score:one", "right=verifier:none.such:two")
+    config = RewardConfig(out=tmp_path / "run", rewards=rewards)
+    path = open_run(config) / "config.json"
+    versions = json.loads(path.read_text())["versions"]
+    assert versions["mine.score.py"] == f"sha256 {before}"
+    assert not [name for name in versions if name.startswith(("none", "short"))]
+    score.write_text("one = 2")
+    again = dataclasses.replace(config, resume=True)
+    open_run(again)
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert f"began with mine.score.py sha256 {before} and goes on with" in warning
+    assert warning.endswith("its numbers may differ")
+    after = hashlib.sha256(b"one = 2").hexdigest()[:12]
+    versions = json.loads(path.read_text())["versions"]
+    assert versions["mine.score.py"] == f"sha256 {before} then sha256 {after}"
+
+
+@pytest.mark.parametrize(
+    ("rows", "others", "refused"),
+    [
+        (4, (), True),  # of snapshots every 2 steps one may be lost, but not two
+        (3, (), False),
+        (1, ("summary.json",), True),
+        (4, ("snapshots/ppo/2/meta",), False),
+    ],
+)
+def test_a_resume_without_its_snapshots_keeps_the_rows(tmp_path, rows, others, refused):
+    config = Config(out=tmp_path, snapshot_every=2)
+    open_run(config)
+    text = "".join(f'{{"stage": "ppo", "step": {n}}}\n' for n in range(rows))
+    (tmp_path / "metrics.jsonl").write_text(text)
+    for name in others:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    again = dataclasses.replace(config, resume=True)
+    if not refused:
+        check_run(again)
+        return
+    with pytest.raises(InputError, match=rf"of ppo, .* has {rows} rows?, got none"):
+        check_run(again)
+    check_run(dataclasses.replace(config, resume_from=0))
 
 
 def test_a_summary_is_strict_json_or_nothing(tmp_path):
