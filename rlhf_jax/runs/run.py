@@ -110,6 +110,7 @@ class Run:
                 accept_lost_rows=config.accept_lost_rows,
             )
             undone.pop_all()
+        self.seconds_before = 0.0  # of steps that earlier starts of this run made
         self.profiler: Profiler | None = None
         if profiled is not None:
             from rlhf_jax.runs.profile.profiler import Profiler  # few runs need it

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
@@ -19,7 +21,7 @@ from rlhf_jax.devices import processes, program_cache
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.functional.masked import Stats
-from rlhf_jax.runs import command_line, receipt
+from rlhf_jax.runs import command_line, metrics, receipt
 from rlhf_jax.runs.object_storage import mirror
 from rlhf_jax.runs.profile import HOST_SCOPE, Masks
 from rlhf_jax.runs.proof import run_files
@@ -47,6 +49,12 @@ SKIPPED = {
     ),
 }
 ROWS = "rows"  # key in a snapshot's meta: the number of rows of each JSONL file
+
+
+def _seconds(path: Path, *, stage: str) -> float:
+    """Seconds of a stage's steps in timings.jsonl."""
+    rows = [row for row in metrics.read(path) if row["stage"] == stage]
+    return math.fsum(metrics.finite(row.get("seconds")) or 0.0 for row in rows)
 
 
 class DivergedError(StopError):
@@ -121,6 +129,8 @@ class Stage:
             self._check_data(sums)
         rows = saved.get(ROWS)
         run.record.begin(name, step=self.start, rows=rows, sums_of_rows=sums)
+        if processes.is_first():
+            run.seconds_before += _seconds(run.folder / "timings.jsonl", stage=name)
         sync()
 
     def __enter__(self) -> Self:

@@ -1,6 +1,7 @@
 """A run's stages: what stops them, and what a resume requires."""
 
 import dataclasses
+import json
 import os
 import signal
 import sys
@@ -72,6 +73,19 @@ def test_a_stage_goes_on_at_its_newest_snapshot(tmp_path):
     state, steps = play(again, meta={"reference": "a"})
     assert steps == []
     assert float(state["sum"]) == sum(range(10))
+
+
+def test_a_resumed_run_counts_the_seconds_of_earlier_starts(tmp_path):
+    config = Config(out=tmp_path / "run")
+    play(config, meta={}, stop=7)  # the newest snapshot has 6 steps
+    path = config.out / "timings.jsonl"
+    rows = [json.loads(line) | {"seconds": 2.5} for line in path.open()]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    again = dataclasses.replace(config, resume=True, accept_lost_rows=True)
+    with run.Run(again, num_steps={"only": 10}) as job:
+        assert job.seconds_before == 0
+        with job.stage("only", {"sum": jnp.float32(0)}, meta={}):
+            assert job.seconds_before == 6 * 2.5
 
 
 def test_a_run_without_stages_has_a_folder_and_no_profile(tmp_path):

@@ -417,6 +417,8 @@ def test_two_sweeps_do_not_share_a_folder(tmp_path):
     file, out = tmp_path / "sweep.toml", tmp_path / "out"
     file.write_text(TOML)
     planned.begin(declaration.read(file), out=out)
+    before = (out / "sweep.json").read_bytes()
+    file.write_text(TOML.replace("[0, 1, 2]", "[0, 1, 2, 3]"))
     command = [sys.executable, "-m", "rlhf_jax.train.main", "sweep", str(file)]
     with lock.hold(out):  # as this process does while its runs are under way
         process_of_second = subprocess.run(
@@ -427,6 +429,7 @@ def test_two_sweeps_do_not_share_a_folder(tmp_path):
         )
     assert process_of_second.returncode == 2
     assert f"{os.getpid()}" in process_of_second.stderr
+    assert (out / "sweep.json").read_bytes() == before
     assert not (out / "runs").exists()
 
 
