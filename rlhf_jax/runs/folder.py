@@ -30,7 +30,7 @@ from rlhf_jax.extensions import entry_points
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.errors import refuse
 from rlhf_jax.runs import lock, parsing, write_errors
-from rlhf_jax.runs.object_storage import mirror
+from rlhf_jax.runs.object_storage import mirror, urls
 from rlhf_jax.runs.profile import Window
 from rlhf_jax.runs.proof import run_files, sums
 from rlhf_jax.runs.run_config import MAY_DIFFER, RunConfig, to_json
@@ -54,10 +54,10 @@ def check_run(config: RunConfig) -> None:
 
     Raises:
       InputError: an option is a path that is not UTF-8; the run does not have the
-        steps of `profile`; `out` is not a readable folder; it is not empty and
-        `resume` is off; or `resume` is on and the folder is not that of a run, has a
-        file that cannot be written, lost its snapshots, or its recorded config differs
-        from this one.
+        steps of `profile`; `out` is no readable folder or begins with ~; it is not
+        empty and `resume` is off; or `resume` is on and the folder is not that of a
+        run, has a file that cannot be written, lost its snapshots, or its recorded
+        config differs from this one.
     """
     fields = to_json(config)
     if (why := parsing.fault(fields)) is not None:  # the file could not be read again
@@ -72,6 +72,8 @@ def check_run(config: RunConfig) -> None:
     try:
         if "\0" in str(out):
             why = "a name with NUL"
+        elif urls.begins_at_home(out):
+            why = f"a folder named ~ ({urls.HOME})"
         elif "[" in str(out.absolute()):  # Orbax reads its path as a glob pattern
             why = "a name with [, in which no snapshot would be restored"
         elif out.exists() and not out.is_dir():

@@ -26,6 +26,7 @@ from rlhf_jax.runs.folder import (
     read_summary,
     write_summary,
 )
+from rlhf_jax.runs.object_storage import urls
 from rlhf_jax.runs.run_config import RunConfig, to_json
 
 
@@ -202,6 +203,16 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
 def test_a_folder_in_which_orbax_finds_no_snapshot_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"got: a name with \[, in which no snapshot"):
         folder.check_run(Config(out=tmp_path / "run[1]" / "x"))
+
+
+def test_a_home_that_no_shell_has_expanded_is_refused(tmp_path, monkeypatch):
+    """Nobody wants a folder named ~, which `rm -r ~` would not remove alone."""
+    monkeypatch.chdir(tmp_path)
+    assert "write $HOME" in refused(Config(out=Path("~/runs/a")), tmp_path)
+    with pytest.raises(InputError, match=r"--out: .* got ~/runs; the shell replaces ~"):
+        urls.refuse(Path("~/runs"), option="--out")
+    open_run(Config(out=tmp_path / "~" / "a"))
+    urls.refuse(Path("a~"), option="--out")
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
