@@ -119,7 +119,7 @@ def main(options: Config) -> None:
     if sweep.question:
         print(f"\n{sweep.question}")
     results.tell(sweep, of_runs)
-    for line in of_runs.unproven:
+    for line in of_runs.notes:
         print(f"note: {line}")
     failed = [run for run in ended if run.failed]
     if failed:
