@@ -95,8 +95,9 @@ def _without_seed(
     """A value of an option, as its sweep wrote it if that has {seed}."""
     for option, text in written.items():
         if f".{name}".endswith(f".{option}"):
-            filled = json.dumps(text).replace(planned.SEED, str(seed))
-            if planned.SEED in json.dumps(text) and json.loads(filled) == value:
+            raw = json.dumps(text)
+            filled = raw.replace(planned.SEED, str(seed))
+            if planned.SEED in raw and filled == json.dumps(value):
                 return text
     return value
 

@@ -29,6 +29,10 @@ EVERY_STEP = ("metrics", "timings")  # have one row per step
 Row = dict[str, float | None]
 
 
+class AlarmError(StopError):
+    """An alarm stops the run (--alarms.stop); the row that raised it is written."""
+
+
 class Sink(Protocol):
     """A destination of metrics other than their file: a terminal, TensorBoard, W&B."""
 
@@ -240,7 +244,7 @@ class Recorder(contextlib.AbstractContextManager[Any]):
 
         Raises:
           WriteError: a file cannot be written.
-          StopError: an alarm stops the run; its row is written first.
+          AlarmError: an alarm stops the run.
         """
         self._write_pending()
         for name, file in self._files.items():
@@ -321,7 +325,7 @@ class Recorder(contextlib.AbstractContextManager[Any]):
             begun = alarms.begun(active, step=step)
             messages = [f"{x.name}: {x.message}" for x in begun if self._stops(x.name)]
             if message := processes.from_first("; ".join(messages)):
-                raise StopError(f"step {step}, {message} (--alarms.stop)")
+                raise AlarmError(f"step {step}, {message} (--alarms.stop)")
 
     def _append(self, name: str, step: int, row: Mapping[str, Any]) -> None:
         if name not in self._files:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 import jax
 
 from rlhf_jax.devices import processes
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import refuse
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import alarms, command_line, lock, metrics, receipt
 from rlhf_jax.runs.folder import code_of, open_run, versions
@@ -75,9 +75,11 @@ class Run:
             done = resume.newest(config.out / "snapshots" / stage)
             if steps < max(done, 1):
                 least = f"the {done} steps that its newest snapshot has"
-                raise InputError(
-                    f"{stage}: expected at least {least if done else '1 step'}, got "
-                    f"{steps}; give as many, or more"
+                refuse(
+                    [
+                        f"{stage}: expected at least {least if done else '1 step'}, "
+                        f"got {steps}; give as many, or more"
+                    ]
                 )
         profiled = None
         if config.profile is not None:

@@ -180,6 +180,7 @@ class Stage:
         Raises:
           DivergedError: `MAX_SKIPPED` updates in a row were skipped, of all models or
             of the critic alone; earlier snapshots are kept.
+          metrics.AlarmError: an alarm stops the run; everything is saved.
           command_line.Interrupted: a signal asked for a stop; everything is saved.
         """
         record, config = self._run.record, self._run.config
@@ -189,19 +190,32 @@ class Stage:
         if step == self.start:
             # The first step has compiled every program of a step.
             program_cache.give_back_memory()
-        record.write(step, stats, positions=positions, waits=waits)
+        alarm: metrics.AlarmError | None = None
+        row: dict[str, Any] = {"positions": positions, "waits": waits}
+        try:
+            record.write(step, stats, **row)
+        except metrics.AlarmError as raised:  # of the step before, whose row is written
+            alarm = raised
+            record.write(step, stats, **row)
         record.write_samples(step, samples)
         done = step + 1
         self._whole = self._copy(done)
         stop = self._run.vote(self._run.interrupt.requested)
         due = stop or done == self._num_steps or done % config.snapshot_every == 0
+        due = due or alarm is not None
         if due:
-            record.flush()
+            try:
+                record.flush()
+            except metrics.AlarmError as raised:
+                alarm = alarm or raised
         check_divergence(record.latest, step=step, newest=self._snapshots.latest())
         if due:
             with self.user_code():  # rollouts under way may hang, too
                 state = settled(self.state)
             self._save(done, state)
+        if alarm is not None:
+            alarm.args = (f"{alarm}; saved, {command_line.go_on(config)}",)
+            raise alarm
         if stop:
             self._run.interrupt.stop()
         if profiler is not None:

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 from rlhf_jax.devices import processes
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.runs import metrics, run, run_config, stage, stops
+from rlhf_jax.runs.snapshots import resume
 from rlhf_jax.runs.snapshots.snapshots import Snapshots
 
 
@@ -75,11 +76,43 @@ def test_a_stage_goes_on_at_its_newest_snapshot(tmp_path):
     assert float(state["sum"]) == sum(range(10))
 
 
+@pytest.mark.parametrize("at", [3, 6, 9])  # between snapshots, and at the last step
+def test_an_alarm_that_stops_the_run_saves_it_and_a_resume_goes_on(tmp_path, at):
+    """Rows are read one step late: the step after the alarm's is saved as well."""
+    config = Config(out=tmp_path / "run", snapshot_every=5)
+    made = []
+
+    def play_on(config):
+        raised = {"check": lambda rows: {"kl": "high"} if len(rows) > at else {}}
+        with (
+            run.Run(
+                config, num_steps={"only": 10}, stops={"kl"}.__contains__, **raised
+            ) as job,
+            job.stage("only", {"sum": jnp.float32(0)}, meta={}) as stage,
+        ):
+            for step in stage.steps():
+                stage.state = {"sum": stage.state["sum"] + step}
+                made.append(step)
+                stage.end_step(step, {"loss": one(step)})
+        return float(stage.state["sum"])
+
+    with pytest.raises(StopError, match=rf"step {at}, kl: high .*; saved, go on with"):
+        play_on(config)
+    newest = resume.newest(config.out / "snapshots" / "only")
+    assert newest == min(at + 2, 10) == len(made)
+    again = dataclasses.replace(config, resume=True)
+    assert play_on(again) == sum(range(10))
+    assert made == list(range(10))
+    rows = metrics.read(config.out / "metrics.jsonl")
+    assert [row["step"] for row in rows if "alarms" in row] == list(range(at, 10))
+
+
 def test_a_resumed_run_counts_the_seconds_of_earlier_starts(tmp_path):
     config = Config(out=tmp_path / "run")
     play(config, meta={}, stop=7)  # the newest snapshot has 6 steps
     path = config.out / "timings.jsonl"
-    rows = [json.loads(line) | {"seconds": 2.5} for line in path.open()]
+    lines = path.read_text().splitlines()
+    rows = [json.loads(line) | {"seconds": 2.5} for line in lines]
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     again = dataclasses.replace(config, resume=True, accept_lost_rows=True)
     with run.Run(again, num_steps={"only": 10}) as job:
