@@ -56,8 +56,8 @@ def check_run(config: RunConfig) -> None:
       InputError: an option is a path that is not UTF-8; the run does not have the
         steps of `profile`; `out` is no readable folder or begins with ~; it is not
         empty and `resume` is off; or `resume` is on and the folder is not that of a
-        run, has a file that cannot be written, lost its snapshots, or its recorded
-        config differs from this one.
+        run, has a file that cannot be written, lost its snapshots, has a model beside
+        `resume_from`, or its recorded config differs from this one.
     """
     fields = to_json(config)
     if (why := parsing.fault(fields)) is not None:  # the file could not be read again
@@ -93,8 +93,11 @@ def check_run(config: RunConfig) -> None:
     mirror.require_run(out, names, resume=resumed)
     _check_writable(out)
     _changes(config)
-    if config.resume_from is None:
-        refuse(_lost_snapshots(out, read_config(out / CONFIG)))
+    refuse(
+        _lost_snapshots(out, read_config(out / CONFIG))
+        if config.resume_from is None
+        else resume.old_models(out)
+    )
 
 
 def _lost_snapshots(out: Path, fields: dict[str, Any]) -> list[str]:

@@ -147,16 +147,20 @@ class Stage:
 
     @contextlib.contextmanager
     def user_code(self) -> Iterator[None]:
-        """Encloses code that may hang, such as a reward or a judge.
+        """Encloses code that may hang or fail, such as a reward or a judge.
 
         `stop_timeout` seconds after a signal, the state before the step is saved and
         the process ends with status 128 + the signal's number; a resume repeats the
-        step. The arrays of that state must not be donated inside.
+        step. It is saved as well if the code fails. The arrays of that state must not
+        be donated inside.
         """
         limit = contextlib.nullcontext()
-        if self._run.deadline is not None:
-            limit = self._run.deadline.limit(self._save_whole)
-        with limit, jax.profiler.TraceAnnotation(HOST_SCOPE):
+        with contextlib.ExitStack() as stack:
+            if self._run.deadline is not None:
+                stack.push(self._save_at_failure)
+                limit = self._run.deadline.limit(self._save_whole)
+            stack.enter_context(limit)
+            stack.enter_context(jax.profiler.TraceAnnotation(HOST_SCOPE))
             yield
 
     def end_step(
@@ -233,6 +237,20 @@ class Stage:
         if self._run.deadline is None:
             return done, None
         return done, jax.tree.map(lambda leaf: leaf, self.state)
+
+    def _save_at_failure(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Saves the state before this step if the user's code raised an exception."""
+        done, state = self._whole
+        if kind is None or not issubclass(kind, Exception) or done == self.start:
+            return
+        if not is_settled(state):
+            return
+        with contextlib.suppress(Exception):  # the code's own exception is the one told
+            self._run.record.flush()
+            self._save(done, settled(state))
+            self._snapshots.wait()
+            saved = f"note: step {done} failed; saved as of step {done}; "
+            print(f"{saved}{command_line.go_on(self._run.config)}", file=sys.stderr)
 
     def _save_whole(self, signum: int) -> str:
         """Saves the state before this step, from another thread; returns a message."""

@@ -205,6 +205,18 @@ def test_a_folder_in_which_orbax_finds_no_snapshot_is_refused(tmp_path):
         folder.check_run(Config(out=tmp_path / "run[1]" / "x"))
 
 
+def test_a_run_goes_back_only_without_its_model(tmp_path):
+    """An existing model stays, and would be that of the steps that are set aside."""
+    config = Config(out=tmp_path)
+    open_run(config)
+    (tmp_path / "model").mkdir()
+    check_run(dataclasses.replace(config, resume=True))
+    back = dataclasses.replace(config, resume_from=0)
+    assert "written again, got model in" in refused(back, tmp_path)
+    (tmp_path / "model").rmdir()
+    check_run(back)
+
+
 def test_a_home_that_no_shell_has_expanded_is_refused(tmp_path, monkeypatch):
     """Nobody wants a folder named ~, which `rm -r ~` would not remove alone."""
     monkeypatch.chdir(tmp_path)

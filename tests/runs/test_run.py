@@ -107,6 +107,37 @@ def test_an_alarm_that_stops_the_run_saves_it_and_a_resume_goes_on(tmp_path, at)
     assert [row["step"] for row in rows if "alarms" in row] == list(range(at, 10))
 
 
+@pytest.mark.parametrize("error", [ValueError("no answer"), KeyboardInterrupt()])
+def test_a_reward_that_fails_loses_no_step(tmp_path, capsys, error):
+    """Such as a judge whose server is gone; a second Ctrl-C stops at once."""
+    config = Config(out=tmp_path / "run", snapshot_every=5)
+    update = jax.jit(lambda total, step: total + step, donate_argnums=0)
+
+    def play_on(config, *, fails):
+        with (
+            run.Run(config, num_steps={"only": 10}, stop_timeout=9.0) as job,
+            job.stage("only", {"sum": jnp.float32(0)}, meta={}) as stage,
+        ):
+            for step in stage.steps():
+                with stage.user_code():
+                    if step == fails:
+                        raise error
+                stage.state = {"sum": update(stage.state["sum"], step)}
+                stage.end_step(step, {"loss": one(step)})
+        return float(stage.state["sum"]), stage.start
+
+    with pytest.raises(type(error)):
+        play_on(config, fails=8)
+    again = dataclasses.replace(config, resume=True)
+    saved = 8 if isinstance(error, ValueError) else 5
+    assert ("saved as of step 8; go on" in capsys.readouterr().err) == (saved == 8)
+    with pytest.raises(type(error)):
+        play_on(again, fails=saved)  # the same step again
+    assert play_on(again, fails=None) == (sum(range(10)), saved)
+    rows = metrics.read(config.out / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(10))
+
+
 def test_a_resumed_run_counts_the_seconds_of_earlier_starts(tmp_path):
     config = Config(out=tmp_path / "run")
     play(config, meta={}, stop=7)  # the newest snapshot has 6 steps

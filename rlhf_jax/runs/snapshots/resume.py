@@ -29,8 +29,9 @@ MAY_CHANGE = frozenset(
 )
 # A resume may choose another kind of sampler, with options of its own.
 SAMPLER = "sampler.sampler."
-# Files that a run writes at its end.
-FINISHED = ("model", "model.sha256", "adapter", "adapter.sha256", "summary.json")
+# Files that a run writes at its end, models only where there are none.
+MODELS = ("model", "model.sha256", "adapter", "adapter.sha256")
+FINISHED = (*MODELS, "summary.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +156,18 @@ def check_config(
             f"model with another --out"
         )
     return names
+
+
+def old_models(folder: Path) -> Iterator[str]:
+    """Describes the models of a finished run that is to go back to an older snapshot.
+
+    They would stay, beside rows and figures of the steps that are computed again.
+    """
+    if models := [name for name in MODELS if (folder / name).exists()]:
+        yield (
+            f"--resume-from: expected a run without a model, as an existing one is not "
+            f"written again, got {', '.join(models)} in {folder}; move them away"
+        )
 
 
 def tell_changes(recorded: Recorded, current: Fields, names: list[str]) -> None:
