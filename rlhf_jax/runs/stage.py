@@ -218,7 +218,8 @@ class Stage:
                 state = settled(self.state)
             self._save(done, state)
         if alarm is not None:
-            alarm.args = (f"{alarm}; saved, {command_line.go_on(config)}",)
+            how = command_line.go_on(config).replace("\n ", "")
+            alarm.args = (f"{alarm}; saved, {how}",)
             raise alarm
         if stop:
             self._run.interrupt.stop()

@@ -461,6 +461,12 @@ def test_why_a_run_is_not_done(tmp_path):
         (Ends(-9), "ended by SIGKILL"),
         (Ends(0, "all is well\n"), "ended without summary.json, which a run"),
         (Ends(2, "error: now\n\n"), "error: now"),
+        (
+            Ends(1, "stopped: no room\nmore; go on with\n  rlhf-jax ppo\n"),
+            "stopped: no ",
+        ),
+        (Ends(1, "error: no end\nTraceback ...\nValueError: x\n"), "error: no end"),
+        (Ends(1, "Traceback ...\nValueError: x\n"), "ValueError: x"),
         (Ends(1), ""),
     ):
         [ended] = execution.run_all([run], launcher=launcher, jobs=1, tell=str)
