@@ -27,7 +27,7 @@ from rlhf_jax.runs.profile import HOST_SCOPE, Masks
 from rlhf_jax.runs.proof import run_files
 from rlhf_jax.runs.proof.sums import Sum
 from rlhf_jax.runs.run_config import to_json
-from rlhf_jax.runs.snapshots import files, proof, resume
+from rlhf_jax.runs.snapshots import files, jsonl, proof, resume
 from rlhf_jax.runs.snapshots.integrity import DamagedError
 from rlhf_jax.runs.snapshots.snapshots import Snapshots
 
@@ -48,7 +48,6 @@ SKIPPED = {
         "Snapshots before the first critic/skipped in metrics.jsonl have both whole"
     ),
 }
-ROWS = "rows"  # key in a snapshot's meta: the number of rows of each JSONL file
 
 
 def _seconds(path: Path, *, stage: str) -> float:
@@ -127,7 +126,7 @@ class Stage:
         sums = saved.get(run_files.FILES, {})
         if not run.began_data:
             self._check_data(sums)
-        rows = saved.get(ROWS)
+        rows = saved.get(jsonl.ROWS)
         run.record.begin(name, step=self.start, rows=rows, sums_of_rows=sums)
         if processes.is_first():
             run.seconds_before += _seconds(run.folder / "timings.jsonl", stage=name)
@@ -229,7 +228,7 @@ class Stage:
     def _save(self, done: int, state: PyTree) -> None:
         meta = {**self._meta, proof.META: self._frozen.check(state)}
         # Copied, because the snapshot is written while the next steps run.
-        meta[ROWS] = dict(self._run.record.rows)
+        meta[jsonl.ROWS] = dict(self._run.record.rows)
         meta[run_files.FILES] = self._options | self._run.record.sums
         self._snapshots.save(done, arrays=state, meta=meta)
 

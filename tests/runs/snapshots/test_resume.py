@@ -13,8 +13,8 @@ from rlhf_jax.data import digests
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.devices.placement import Place, Placement
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runs import folder, metrics, run, run_config
-from rlhf_jax.runs.snapshots import files, resume
+from rlhf_jax.runs import command_line, folder, metrics, run, run_config
+from rlhf_jax.runs.snapshots import files, jsonl, resume
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -210,6 +210,25 @@ def test_lost_rows_are_told_and_can_be_accepted(begun, capsys, name, steps, mess
     steps_left = sorted(set(range(4)) - set(steps))
     if name == "metrics":
         assert [row["step"] for row in metrics.read(path)] == [*steps_left, 4]
+
+
+def test_lost_rows_are_refused_before_anything_is_loaded(begun, capsys):
+    path = begun.out / "metrics.jsonl"
+    whole = path.read_text()
+    jsonl.require_rows(begun.out)
+    path.write_text(whole.replace('"x": 2.0', '"x": 2.5'))
+    called = []
+    argv = ["--out", str(begun.out), "--resume", "--no-progress"]
+    options = [*argv, "--snapshot-every", "2", "--compilation-cache", "None"]
+    with pytest.raises(SystemExit) as stop:
+        command_line.main(called.append, Config, description=None, argv=options)
+    early = capsys.readouterr().err.strip().removeprefix("error: ")
+    with pytest.raises(InputError) as late:
+        play(begun)
+    assert (stop.value.code, early, called) == (2, str(late.value), [])
+    path.write_text(whole)
+    command_line.main(called.append, Config, description=None, argv=options)
+    assert len(called) == 1
 
 
 def test_rows_that_stand_twice_are_told(begun):
