@@ -245,11 +245,15 @@ def _file_of(module: str) -> Path | None:
     places, spec = [*sys.path, os.getcwd()], None
     for part in module.split("."):
         spec = machinery.PathFinder.find_spec(part, places)
-        if spec is None or part == rlhf_jax.__name__:
-            return None
+        if spec is None:
+            break
         places = [*(spec.submodule_search_locations or ())]
-    file = Path(spec.origin) if spec is not None and spec.origin else None
-    return file if file is not None and file.is_file() else None
+    # A loaded module may come from elsewhere, as by an editable installation.
+    origin = getattr(sys.modules.get(module), "__file__", spec and spec.origin)
+    own = module.partition(".")[0] == rlhf_jax.__name__
+    if origin is None or own or not origin.endswith(".py"):
+        return None
+    return Path(origin) if Path(origin).is_file() else None
 
 
 @functools.cache

@@ -318,6 +318,8 @@ def test_resume_with_another_reward_warns(tmp_path, capsys, monkeypatch):
     versions = json.loads(path.read_text())["versions"]
     assert versions["mine.score.py"] == f"sha256 {before}"
     assert not [name for name in versions if name.startswith(("none", "short"))]
+    own = dataclasses.replace(config, rewards=("rlhf_jax.kl:k1", "math:inf", "mine:x"))
+    assert list(folder.code_of(own)) == ["mine.py"]
     score.write_text("one = 2")
     again = dataclasses.replace(config, resume=True)
     open_run(again)
