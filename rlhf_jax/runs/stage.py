@@ -238,6 +238,11 @@ class Stage:
             return done, None
         return done, jax.tree.map(lambda leaf: leaf, self.state)
 
+    def _save_rows(self) -> None:
+        """Writes all rows; the run stops anyway, whatever alarm the last one raises."""
+        with contextlib.suppress(metrics.AlarmError):
+            self._run.record.flush()
+
     def _save_at_failure(self, kind: type[BaseException] | None, *_: object) -> None:
         """Saves the state before this step if the user's code raised an exception."""
         done, state = self._whole
@@ -246,7 +251,7 @@ class Stage:
         if not is_settled(state):
             return
         with contextlib.suppress(Exception):  # the code's own exception is the one told
-            self._run.record.flush()
+            self._save_rows()
             self._save(done, settled(state))
             self._snapshots.wait()
             saved = f"note: step {done} failed; saved as of step {done}; "
@@ -260,7 +265,7 @@ class Stage:
             saved = "its rollouts are not drawn; earlier snapshots are kept"
         elif done:
             saved = f"saved as of step {done}"
-            self._run.record.flush()
+            self._save_rows()
             self._save(done, settled(state))
             self._snapshots.close()
         limit, config = self._run.deadline, self._run.config

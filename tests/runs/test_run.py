@@ -113,9 +113,9 @@ def test_a_reward_that_fails_loses_no_step(tmp_path, capsys, error):
     config = Config(out=tmp_path / "run", snapshot_every=5)
     update = jax.jit(lambda total, step: total + step, donate_argnums=0)
 
-    def play_on(config, *, fails):
+    def play_on(config, *, fails, **alarms):
         with (
-            run.Run(config, num_steps={"only": 10}, stop_timeout=9.0) as job,
+            run.Run(config, num_steps={"only": 10}, stop_timeout=9.0, **alarms) as job,
             job.stage("only", {"sum": jnp.float32(0)}, meta={}) as stage,
         ):
             for step in stage.steps():
@@ -126,8 +126,9 @@ def test_a_reward_that_fails_loses_no_step(tmp_path, capsys, error):
                 stage.end_step(step, {"loss": one(step)})
         return float(stage.state["sum"]), stage.start
 
+    alarms = {"check": lambda rows: {"kl": "high"} if len(rows) == 8 else {}}
     with pytest.raises(type(error)):
-        play_on(config, fails=8)
+        play_on(config, fails=8, stops={"kl"}.__contains__, **alarms)
     again = dataclasses.replace(config, resume=True)
     saved = 8 if isinstance(error, ValueError) else 5
     assert ("saved as of step 8; go on" in capsys.readouterr().err) == (saved == 8)
