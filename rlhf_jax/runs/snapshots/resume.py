@@ -143,9 +143,9 @@ def check_config(
                 f"  {name}: recorded {shown(before, name)}, given {shown(now, name)}"
                 for name in refused
             )
-            + f"\nonly {', '.join(sorted(MAY_CHANGE | {'sampler'}))}, and options of "
-            f"where the run computes and how it saves, may change; give the recorded "
-            f"command and values, or start a new run with another --out"
+            + f"\nonly {', '.join([*_changeable(now), 'options'])} of where the run "
+            f"computes and how it saves may change; give the recorded command and "
+            f"values, or start a new run with another --out"
         )
     results = [name for name in FINISHED if (folder / name).exists()]
     if "num_steps" in names and results:
@@ -156,6 +156,12 @@ def check_config(
             f"model with another --out"
         )
     return names
+
+
+def _changeable(fields: Fields) -> list[str]:
+    """The options of a command that a resume may change, by their last names."""
+    parts = {part for name in fields for part in name.split(".")}
+    return sorted((MAY_CHANGE | {SAMPLER.partition(".")[0]}) & parts)
 
 
 def old_models(folder: Path) -> Iterator[str]:
