@@ -343,6 +343,11 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [row for _, row in jsonl.lines(path)] if path.exists() else []
 
 
+def first(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Returns the row of step 0; {} if it was lost and --accept-lost-rows was given."""
+    return next((row for row in rows if row["step"] == 0), {})
+
+
 def finite(value: Any) -> float | None:
     """Returns a row's value if it is a finite number, else None."""
     if type(value) is float:  # the usual case, tested first

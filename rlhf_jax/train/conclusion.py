@@ -57,7 +57,7 @@ def conclude(
 ) -> dict[str, Any]:
     """Prints tables, draws plots, and returns the summary of the measurements."""
     measured = metrics.read(job.folder / "metrics.jsonl")
-    first = measured[0] if measured else {}  # --accept-lost-rows may leave no row
+    first = metrics.first(measured)
     last = functools.reduce(dict.__or__, measured, {})  # not all steps measure the KL
     report.table(
         "Responses to the prompts",

@@ -117,8 +117,7 @@ def main(task: Task[Any]) -> None:
     after = means(task.evaluate(written, base))
     measured = metrics.read(job.folder / "metrics.jsonl")
     summary = {"alarms": job.alarms} | task.summary(before, after, session=session)
-    first = measured[0] if measured else {}  # --accept-lost-rows may leave no row
-    summary |= report.texts(first, means(watcher.text_stats(trained)))
+    summary |= report.texts(metrics.first(measured), means(watcher.text_stats(trained)))
     if "reference" in meta:
         summary["reference_fingerprint"] = meta["reference"]
     plots.draw(job.folder)
