@@ -18,6 +18,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib import machinery, metadata
 from pathlib import Path
 from typing import Any
@@ -141,8 +142,7 @@ def open_run(config: RunConfig) -> Path:
 
     A resumed run whose folder is still empty starts from the beginning. Differences
     from the recorded versions, and in fields that a resume may change, are accepted
-    with a warning on stderr; config.json then records the new fields, and the new
-    version behind the former one, as "0.2.0 then 0.3.0".
+    with a warning on stderr; config.json then records the new fields.
 
     Of several processes the first does this, and the others wait for it.
 
@@ -159,9 +159,9 @@ def _open(config: RunConfig) -> None:
     out, path = config.out, config.out / CONFIG
     if _contents(out):
         before = recorded(path)
-        used, by_user = before["versions"], code_of(config)
+        by_user = code_of(config)
         for name, now in (versions() | by_user).items():
-            former = str(used.get(name, now)).rpartition(THEN)[2]
+            former = str(before["versions"].get(name, now)).rpartition(THEN)[2]
             if former != now:
                 how = "" if name in by_user else " in the last bits"
                 print(
@@ -169,16 +169,11 @@ def _open(config: RunConfig) -> None:
                     f"{now}; its numbers may differ{how}",
                     file=sys.stderr,
                 )
-                used = used | {name: f"{used[name]}{THEN}{now}"}
-        if (out / run_files.SUMMARY).exists():  # no step is left, and it has its sum
-            used = before["versions"]
         fields = to_json(config)
         for snapshot, names in _changes(config):
             resume.tell_changes(snapshot, fields, names)
-        changed = resume.differing(before["config"], fields, but=frozenset(MAY_DIFFER))
-        if changed or used != before["versions"]:
-            config_now = fields if changed else before["config"]
-            write_json(path, before | {"config": config_now, "versions": used})
+        if resume.differing(before["config"], fields, but=frozenset(MAY_DIFFER)):
+            write_json(path, before | {"config": fields})
         return
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -186,6 +181,20 @@ def _open(config: RunConfig) -> None:
         raise InputError(f"--out {out} cannot be made: {error}") from error
     used = versions() | code_of(config)
     write_json(path, {"config": to_json(config), "versions": used})
+
+
+def record_versions(folder: Path, now: Mapping[str, str]) -> None:
+    """Adds versions that a run goes on with to its config.json: "0.2.0 then 0.3.0"."""
+    path = folder / CONFIG
+    before = recorded(path)
+    used = {
+        name: f"{then}{THEN}{now[name]}"
+        if name in now and now[name] != str(then).rpartition(THEN)[2]
+        else then
+        for name, then in before["versions"].items()
+    }
+    if used != before["versions"]:
+        write_json(path, before | {"versions": used})
 
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:

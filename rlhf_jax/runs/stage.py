@@ -21,7 +21,7 @@ from rlhf_jax.devices import processes, program_cache
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.functional.masked import Stats
-from rlhf_jax.runs import command_line, metrics, receipt
+from rlhf_jax.runs import command_line, folder, metrics, receipt
 from rlhf_jax.runs.object_storage import mirror
 from rlhf_jax.runs.profile import HOST_SCOPE, Masks
 from rlhf_jax.runs.proof import run_files
@@ -120,6 +120,9 @@ class Stage:
         self.state, self.start = state, 0
         saved = self._begin(meta)
         self._whole = self._copy(self.start)
+        if self.steps():  # the snapshot is taken, so these versions make its next steps
+            used = run.versions
+            processes.on_first(lambda: folder.record_versions(run.folder, used))
         self._options: dict[str, Sum] = {}
         if processes.is_first():
             self._options = run_files.of_options(run.folder)

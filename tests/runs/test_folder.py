@@ -297,10 +297,12 @@ def test_resume_with_other_versions_warns(tmp_path, capsys):
     assert warning.count("\n") == 1
     assert "optax 0.0.1" in warning
     assert "last bits" in warning
+    folder.record_versions(tmp_path, folder.versions())
     versions = json.loads(path.read_text())["versions"]
     assert versions["optax"] == f"0.0.1 then {metadata.version('optax')}"
     open_run(dataclasses.replace(config, resume=True))
     assert capsys.readouterr().err == ""
+    folder.record_versions(tmp_path, folder.versions())
     assert json.loads(path.read_text())["versions"] == versions
 
 
@@ -326,6 +328,7 @@ def test_resume_with_another_reward_warns(tmp_path, capsys, monkeypatch):
     (warning,) = capsys.readouterr().err.splitlines()
     assert f"began with mine.score.py sha256 {before} and goes on with" in warning
     assert warning.endswith("its numbers may differ")
+    folder.record_versions(again.out, folder.code_of(again))
     after = hashlib.sha256(b"one = 2").hexdigest()[:12]
     versions = json.loads(path.read_text())["versions"]
     assert versions["mine.score.py"] == f"sha256 {before} then sha256 {after}"

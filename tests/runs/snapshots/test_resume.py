@@ -231,6 +231,25 @@ def test_lost_rows_are_refused_before_anything_is_loaded(begun, capsys):
     assert len(called) == 1
 
 
+def test_versions_are_recorded_only_where_steps_follow(begun, monkeypatch):
+    path = begun.out / "config.json"
+    before = path.read_text()
+
+    def versions():
+        return json.loads(path.read_text())["versions"]["jax"]
+
+    first = versions()
+    monkeypatch.setattr(run, "versions", lambda: {"jax": "9"})
+    with pytest.raises(InputError):
+        play(begun, meta={"data": "another"})
+    assert path.read_text() == before
+    play(begun)
+    assert versions() == f"{first} then 9"
+    monkeypatch.setattr(run, "versions", lambda: {"jax": "10"})
+    play(begun)  # is complete
+    assert versions() == f"{first} then 9"
+
+
 def test_rows_that_stand_twice_are_told(begun):
     path = begun.out / "metrics.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"step": 2', b'"step": 1', 1) * 2)
