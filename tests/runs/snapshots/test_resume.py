@@ -231,7 +231,10 @@ def test_lost_rows_are_refused_before_anything_is_loaded(begun, capsys):
     assert len(called) == 1
 
 
-def test_versions_are_recorded_only_where_steps_follow(begun, monkeypatch):
+def test_versions_are_recorded_only_where_steps_follow(tmp_path, monkeypatch):
+    config = Config(out=tmp_path)
+    play(config, meta={"data": "one"}, stop=5)
+    begun = dataclasses.replace(config, resume=True)
     path = begun.out / "config.json"
     before = path.read_text()
 
@@ -243,10 +246,10 @@ def test_versions_are_recorded_only_where_steps_follow(begun, monkeypatch):
     with pytest.raises(InputError):
         play(begun, meta={"data": "another"})
     assert path.read_text() == before
-    play(begun)
+    play(begun, meta={"data": "one"})
     assert versions() == f"{first} then 9"
     monkeypatch.setattr(run, "versions", lambda: {"jax": "10"})
-    play(begun)  # is complete
+    play(begun, meta={"data": "one"})  # is complete
     assert versions() == f"{first} then 9"
 
 
