@@ -297,7 +297,7 @@ def main(options: Config) -> None:
         "drift_relative": moved,
         "alarms": job.alarms,
         "verdict": verdicts.conclude(measured, alarms=job.alarms),
-        "seconds": time.perf_counter() - started,
+        "seconds": job.seconds_before + time.perf_counter() - started,
     }
     summary |= profiled.summary(job.folder, profile=options.profile, flops=None)
     folder.write_summary(job.folder, summary)

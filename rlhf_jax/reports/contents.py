@@ -62,6 +62,7 @@ def contents(
     have = "1 run has" if len(waiting) == 1 else f"{len(waiting)} runs have"
     notes = [f"{have} no step yet: {', '.join(waiting[:5])}"] if waiting else []
     notes += _unproved(runs)
+    notes += _diverged(runs)
     notes += _repeated(runs, groups)
     group_of = {run: g for g, group in enumerate(groups.groups) for run in group.runs}
     rows, records = [], []
@@ -135,6 +136,19 @@ def _unproved(runs: Sequence[Run]) -> list[str]:
             f"of {doubtful[0].name}: {'; '.join(doubtful[0].unproven[:3])}."
         )
     return notes
+
+
+def _diverged(runs: Sequence[Run]) -> list[str]:
+    """A note on numbers that are not finite, which means over seeds leave out."""
+    having = [run for run in runs if run.not_finite]
+    if not having:
+        return []
+    name, step = min(having[0].not_finite.items(), key=lambda item: item[1])
+    return [
+        f"{len(having)} of {len(runs)} runs have numbers that are not finite, for "
+        f"example {having[0].name} in {name} from step {step}: curves and their means "
+        f"over seeds leave them out, and the tables show – where the last one is such."
+    ]
 
 
 def _repeated(runs: Sequence[Run], groups: Groups) -> list[str]:
@@ -227,10 +241,9 @@ def _record(
     verdict = verdicts.verdict(run.rows, alarms=run.alarms)
     summary = {} if run.summary is None else run.summary
     last = {
-        name: value
+        name: _last([row[name] for row in run.rows if row.get(name) is not None])
         for name in (verdicts.SCORE, verdicts.JUDGE, KL, "drift/relative")
-        if (series := verdicts.series(run.rows, name))
-        and (value := finite(float(f"{series[-1][1]:.5g}"))) is not None
+        if verdicts.series(run.rows, name)
     }
     timings = run.timings
     timed = [row for row in timings if row["stage"] == run.stage]
@@ -254,6 +267,12 @@ def _record(
         "phases": _phases(timed),
         "seconds": round(sum(map(_seconds, timings)), 1),
     }
+
+
+def _last(values: Sequence[Json]) -> float | None:
+    """The last value for a table; None if it is not finite, whatever came before."""
+    value = finite(values[-1])
+    return None if value is None else finite(float(f"{value:.5g}"))
 
 
 def _phases(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlhf_jax.functional.checks import InputError
 from rlhf_jax.reports.reading import Run, without_seed
-from rlhf_jax.runs import run_config
+from rlhf_jax.runs import parsing, run_config
 from rlhf_jax.runs.snapshots import resume
+from rlhf_jax.sweeps import planned
 from rlhf_jax.sweeps.declaration import short
 
 SEED = "seed"
@@ -66,15 +71,47 @@ def grouped(runs: Sequence[Run]) -> Groups:
 
 
 def settings(run: Run) -> dict[str, Any]:
-    """Returns {option: value} of options and versions that may change a result."""
+    """Returns {option: value} of options and versions that may change a result.
+
+    A text that its sweep wrote with {seed} is returned as the sweep wrote it.
+    """
+    *above, sweep = run.folder.absolute().parents[:3]
+    written = {}
+    if len(above) == 2 and (path := sweep / planned.BEGUN).is_file():
+        written = _of_sweep(path, path.stat().st_mtime_ns)(above[0].name)
     chosen = {
-        name: value
+        name: _without_seed(name, value, written, seed=run.config.get(SEED))
         for name, value in resume.flat(run.config).items()
         if RECORDING.isdisjoint(_with_groups(name))
     }
     return chosen | {
         f"version of {name}": value for name, value in run.versions.items()
     }
+
+
+def _without_seed(
+    name: str, value: Any, written: Mapping[str, Any], *, seed: Any
+) -> Any:
+    """A value of an option, as its sweep wrote it if that has {seed}."""
+    for option, text in written.items():
+        if f".{name}".endswith(f".{option}"):
+            raw = json.dumps(text)
+            filled = raw.replace(planned.SEED, str(seed))
+            if planned.SEED in raw and filled == json.dumps(value):
+                return text
+    return value
+
+
+@functools.lru_cache(maxsize=16)
+def _of_sweep(path: Path, changed: int) -> Callable[[str], dict[str, Any]]:
+    """Returns cell -> {option: value} as a sweep wrote them, {seed} included."""
+    plan: dict[str, Any] = {}
+    with contextlib.suppress(InputError):
+        plan = parsing.read_object(
+            path, expected="", advice="", shape={"options?": {}, "cells?": {}}
+        )
+    options, cells = plan.get("options", {}), plan.get("cells", {})
+    return lambda cell: options | dict(cells.get(cell, {}))
 
 
 def _with_groups(name: str) -> list[str]:

@@ -17,6 +17,7 @@ from rlhf_jax.runs.snapshots import jsonl
 from rlhf_jax.sweeps.planned import BEGUN
 
 Row = Mapping[str, Any]
+NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # as `metrics.Recorder` writes them
 READ = (
     *(folder.CONFIG, run_files.SUMMARY),
     *("metrics.jsonl", "samples.jsonl", "timings.jsonl"),
@@ -61,6 +62,16 @@ class Run:
             for name, value in row.items()
             if name not in ("stage", "step") and finite(value) is not None
         }
+
+    @functools.cached_property
+    def not_finite(self) -> dict[str, int]:
+        """The metrics with NaN or an infinity, each with its first step of these."""
+        first: dict[str, int] = {}
+        for row in self.metrics:
+            for name, value in row.items():
+                if value in NOT_FINITE:
+                    first.setdefault(name, row["step"])
+        return first
 
     @functools.cached_property
     def rows(self) -> list[Row]:

@@ -10,12 +10,16 @@ plots/          see `plots`
 
 from __future__ import annotations
 
+import collections
 import functools
+import json
 import os
 import platform
+import re
 import subprocess
 import sys
-from importlib import metadata
+from collections.abc import Mapping
+from importlib import machinery, metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +29,9 @@ import rlhf_jax
 from rlhf_jax.devices import precision, processes
 from rlhf_jax.extensions import entry_points
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import refuse
 from rlhf_jax.runs import lock, parsing, write_errors
-from rlhf_jax.runs.object_storage import mirror
+from rlhf_jax.runs.object_storage import mirror, urls
 from rlhf_jax.runs.profile import Window
 from rlhf_jax.runs.proof import run_files, sums
 from rlhf_jax.runs.run_config import MAY_DIFFER, RunConfig, to_json
@@ -39,6 +44,10 @@ PACKAGES = (
     *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "grain"),
     *("numpy", "transformers"),
 )
+THEN = " then "  # between the versions of a run that went on with another one
+# The modules of the user's functions in an option: "mine:score", "x=function:mine:f".
+MODULES = re.compile(r"(?<![\w.])(?=([A-Za-z_][\w.]*):[A-Za-z_])")
+STAGE = re.compile(rb'\{"stage": "((?:[^"\\]|\\.)*)"')  # of a row of metrics.jsonl
 
 
 def check_run(config: RunConfig) -> None:
@@ -46,9 +55,10 @@ def check_run(config: RunConfig) -> None:
 
     Raises:
       InputError: an option is a path that is not UTF-8; the run does not have the
-        steps of `profile`; `out` is not a readable folder; it is not empty and
-        `resume` is off; or `resume` is on and the folder is not that of a run, has a
-        file that cannot be written, or its recorded config differs from this one.
+        steps of `profile`; `out` is no readable folder or begins with ~; it is not
+        empty and `resume` is off; or `resume` is on and the folder is not that of a
+        run, has a file that cannot be written, lost its snapshots, has a model beside
+        `resume_from`, or its recorded config differs from this one.
     """
     fields = to_json(config)
     if (why := parsing.fault(fields)) is not None:  # the file could not be read again
@@ -63,6 +73,8 @@ def check_run(config: RunConfig) -> None:
     try:
         if "\0" in str(out):
             why = "a name with NUL"
+        elif urls.begins_at_home(out):
+            why = f"a folder named ~ ({urls.HOME})"
         elif "[" in str(out.absolute()):  # Orbax reads its path as a glob pattern
             why = "a name with [, in which no snapshot would be restored"
         elif out.exists() and not out.is_dir():
@@ -82,6 +94,31 @@ def check_run(config: RunConfig) -> None:
     mirror.require_run(out, names, resume=resumed)
     _check_writable(out)
     _changes(config)
+    refuse(
+        _lost_snapshots(out, read_config(out / CONFIG))
+        if config.resume_from is None
+        else resume.old_models(out)
+    )
+
+
+def _lost_snapshots(out: Path, fields: dict[str, Any]) -> list[str]:
+    """Describes a stage whose rows show that it has saved, and that has no snapshot.
+
+    A resume would begin that stage again, and drop its rows. A run saves every
+    `snapshot_every` steps, and a kill may lose one save that was under way.
+    """
+    path = out / "metrics.jsonl"
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    rows = collections.Counter(m[1].decode() for m in map(STAGE.match, lines) if m)
+    results = [name for name in resume.FINISHED if (out / name).exists()]
+    least = 1 if results else 2 * fields.get("snapshot_every", 1)
+    return [
+        f"--resume: expected the snapshots of {stage}, of which {path} has {count} "
+        f"{'row' if count == 1 else 'rows'}, got none in {out / 'snapshots' / stage}; "
+        f"put them back, or begin it again with --resume-from 0, which drops these rows"
+        for stage, count in rows.items()
+        if count >= least and not resume.newest(out / "snapshots" / stage)
+    ]
 
 
 def _changes(config: RunConfig) -> list[tuple[resume.Recorded, list[str]]]:
@@ -122,11 +159,14 @@ def _open(config: RunConfig) -> None:
     out, path = config.out, config.out / CONFIG
     if _contents(out):
         before = recorded(path)
-        for name, now in versions().items():
-            if (then := before["versions"].get(name, now)) != now:
+        by_user = code_of(config)
+        for name, now in (versions() | by_user).items():
+            former = str(before["versions"].get(name, now)).rpartition(THEN)[2]
+            if former != now:
+                how = "" if name in by_user else " in the last bits"
                 print(
-                    f"warning: this run began with {name} {then} and goes on with "
-                    f"{now}; its numbers may differ in the last bits",
+                    f"warning: this run began with {name} {former} and goes on with "
+                    f"{now}; its numbers may differ{how}",
                     file=sys.stderr,
                 )
         fields = to_json(config)
@@ -139,7 +179,22 @@ def _open(config: RunConfig) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--out {out} cannot be made: {error}") from error
-    write_json(path, {"config": to_json(config), "versions": versions()})
+    used = versions() | code_of(config)
+    write_json(path, {"config": to_json(config), "versions": used})
+
+
+def record_versions(folder: Path, now: Mapping[str, str]) -> None:
+    """Adds versions that a run goes on with to its config.json: "0.2.0 then 0.3.0"."""
+    path = folder / CONFIG
+    before = recorded(path)
+    used = {
+        name: f"{then}{THEN}{now[name]}"
+        if name in now and now[name] != str(then).rpartition(THEN)[2]
+        else then
+        for name, then in before["versions"].items()
+    }
+    if used != before["versions"]:
+        write_json(path, before | {"versions": used})
 
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
@@ -177,6 +232,37 @@ def versions() -> dict[str, str]:
         "devices": f"{jax.device_count()} {device.platform} ({device.device_kind})",
         "matmul_precision": precision.name(),
     }
+
+
+def code_of(config: RunConfig) -> dict[str, str]:
+    """Returns {"my_rewards.py": its SHA-256} of modules that options name.
+
+    A changed reward changes the numbers as another version does. Modules that it
+    imports are not followed.
+    """
+    options = json.dumps(to_json(config), ensure_ascii=False)
+    files = {name: _file_of(name) for name in sorted({*MODULES.findall(options)})}
+    return {
+        f"{module}.py": f"sha256 {sums.of_file(file)[1][:12]}"
+        for module, file in files.items()
+        if file is not None
+    }
+
+
+def _file_of(module: str) -> Path | None:
+    """The file of a module that is not part of this package; imports nothing."""
+    places, spec = [*sys.path, os.getcwd()], None
+    for part in module.split("."):
+        spec = machinery.PathFinder.find_spec(part, places)
+        if spec is None:
+            break
+        places = [*(spec.submodule_search_locations or ())]
+    # A loaded module may come from elsewhere, as by an editable installation.
+    origin = getattr(sys.modules.get(module), "__file__", spec and spec.origin)
+    own = module.partition(".")[0] == rlhf_jax.__name__
+    if origin is None or own or not origin.endswith(".py"):
+        return None
+    return Path(origin) if Path(origin).is_file() else None
 
 
 @functools.cache

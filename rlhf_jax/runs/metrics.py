@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import json
 import math
@@ -25,8 +24,11 @@ from rlhf_jax.runs.proof.sums import Sum
 from rlhf_jax.runs.snapshots import jsonl
 
 FILES = ("metrics", "timings", "samples", "positions")
-EVERY_STEP = ("metrics", "timings")  # have one row per step
 Row = dict[str, float | None]
+
+
+class AlarmError(StopError):
+    """An alarm stops the run (--alarms.stop); the row that raised it is written."""
 
 
 class Sink(Protocol):
@@ -240,7 +242,7 @@ class Recorder(contextlib.AbstractContextManager[Any]):
 
         Raises:
           WriteError: a file cannot be written.
-          StopError: an alarm stops the run; its row is written first.
+          AlarmError: an alarm stops the run.
         """
         self._write_pending()
         for name, file in self._files.items():
@@ -267,27 +269,18 @@ class Recorder(contextlib.AbstractContextManager[Any]):
     ) -> None:
         """Refuses, or warns of, files whose rows are not those of the snapshot."""
         for name, steps in steps_of_file.items():
-            same = len(steps) == rows.get(name)
-            if same and (of := sums_of_rows.get(f"{name}.jsonl")) is not None:
-                path = self._paths[name]
-                same = sums.of_rows(path, stage=stage, size=of[0]).now() == of
-            if same:
-                continue
-            lost = sorted(set(range(step)) - set(steps))
-            twice = sorted(at for at, n in collections.Counter(steps).items() if n > 1)
-            which = " others" if len(steps) == rows.get(name) else ""
-            if name in EVERY_STEP:
-                which += f" (missing are {jsonl.ranges(lost)})" if lost else ""
-                which += f" (more than once {jsonl.ranges(twice)})" if twice else ""
-            message = (
-                f"{self._paths[name]}: expected the {rows.get(name)} rows of {stage} "
-                f"that snapshot {step} was saved with, got {len(steps)}{which}"
+            message = jsonl.lost_rows(
+                self._paths[name],
+                stage=stage,
+                step=step,
+                steps=steps,
+                count=rows.get(name),
+                of=sums_of_rows.get(f"{name}.jsonl"),
             )
+            if not message:
+                continue
             if not self._accept_lost_rows:
-                raise InputError(
-                    f"{message}; put the file back as it was, or go on without them "
-                    f"with --accept-lost-rows, which does not affect training"
-                )
+                raise InputError(f"{message}; {jsonl.LOST}")
             print(f"warning: {message}; the run goes on without them", file=sys.stderr)
 
     def _restart(self, now: float) -> None:
@@ -321,7 +314,7 @@ class Recorder(contextlib.AbstractContextManager[Any]):
             begun = alarms.begun(active, step=step)
             messages = [f"{x.name}: {x.message}" for x in begun if self._stops(x.name)]
             if message := processes.from_first("; ".join(messages)):
-                raise StopError(f"step {step}, {message} (--alarms.stop)")
+                raise AlarmError(f"step {step}, {message} (--alarms.stop)")
 
     def _append(self, name: str, step: int, row: Mapping[str, Any]) -> None:
         if name not in self._files:
@@ -348,6 +341,11 @@ def read(path: Path) -> list[dict[str, Any]]:
       InputError: a line is not a row with a stage and a step; the message names it.
     """
     return [row for _, row in jsonl.lines(path)] if path.exists() else []
+
+
+def first(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Returns the row of step 0; {} if it was lost and --accept-lost-rows was given."""
+    return next((row for row in rows if row["step"] == 0), {})
 
 
 def finite(value: Any) -> float | None:

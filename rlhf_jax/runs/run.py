@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, Self
 import jax
 
 from rlhf_jax.devices import processes
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import refuse
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import alarms, command_line, lock, metrics, receipt
-from rlhf_jax.runs.folder import open_run, versions
+from rlhf_jax.runs.folder import code_of, open_run, versions
 from rlhf_jax.runs.metrics import Sink
 from rlhf_jax.runs.profile import Window
 from rlhf_jax.runs.progress import Progress
@@ -75,9 +75,11 @@ class Run:
             done = resume.newest(config.out / "snapshots" / stage)
             if steps < max(done, 1):
                 least = f"the {done} steps that its newest snapshot has"
-                raise InputError(
-                    f"{stage}: expected at least {least if done else '1 step'}, got "
-                    f"{steps}; give as many, or more"
+                refuse(
+                    [
+                        f"{stage}: expected at least {least if done else '1 step'}, "
+                        f"got {steps}; give as many, or more"
+                    ]
                 )
         profiled = None
         if config.profile is not None:
@@ -110,6 +112,7 @@ class Run:
                 accept_lost_rows=config.accept_lost_rows,
             )
             undone.pop_all()
+        self.seconds_before = 0.0  # of steps that earlier starts of this run made
         self.profiler: Profiler | None = None
         if profiled is not None:
             from rlhf_jax.runs.profile.profiler import Profiler  # few runs need it
@@ -120,7 +123,7 @@ class Run:
                 window=profiled,
                 paused=self.record.paused,
             )
-        self.versions = versions()
+        self.versions = versions() | code_of(config)
         self.resume_from = config.resume_from  # None once a stage has gone back to it
         self.interrupt = command_line.Interrupt(
             on_request=None if self.deadline is None else self.deadline.on_signal

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
@@ -19,13 +21,13 @@ from rlhf_jax.devices import processes, program_cache
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.functional.masked import Stats
-from rlhf_jax.runs import command_line, receipt
+from rlhf_jax.runs import command_line, folder, metrics, receipt
 from rlhf_jax.runs.object_storage import mirror
 from rlhf_jax.runs.profile import HOST_SCOPE, Masks
 from rlhf_jax.runs.proof import run_files
 from rlhf_jax.runs.proof.sums import Sum
 from rlhf_jax.runs.run_config import to_json
-from rlhf_jax.runs.snapshots import files, proof, resume
+from rlhf_jax.runs.snapshots import files, jsonl, proof, resume
 from rlhf_jax.runs.snapshots.integrity import DamagedError
 from rlhf_jax.runs.snapshots.snapshots import Snapshots
 
@@ -46,7 +48,12 @@ SKIPPED = {
         "Snapshots before the first critic/skipped in metrics.jsonl have both whole"
     ),
 }
-ROWS = "rows"  # key in a snapshot's meta: the number of rows of each JSONL file
+
+
+def _seconds(path: Path, *, stage: str) -> float:
+    """Seconds of a stage's steps in timings.jsonl."""
+    rows = [row for row in metrics.read(path) if row["stage"] == stage]
+    return math.fsum(metrics.finite(row.get("seconds")) or 0.0 for row in rows)
 
 
 class DivergedError(StopError):
@@ -113,14 +120,19 @@ class Stage:
         self.state, self.start = state, 0
         saved = self._begin(meta)
         self._whole = self._copy(self.start)
+        if self.steps():  # the snapshot is taken, so these versions make its next steps
+            used = run.versions
+            processes.on_first(lambda: folder.record_versions(run.folder, used))
         self._options: dict[str, Sum] = {}
         if processes.is_first():
             self._options = run_files.of_options(run.folder)
         sums = saved.get(run_files.FILES, {})
         if not run.began_data:
             self._check_data(sums)
-        rows = saved.get(ROWS)
+        rows = saved.get(jsonl.ROWS)
         run.record.begin(name, step=self.start, rows=rows, sums_of_rows=sums)
+        if processes.is_first():
+            run.seconds_before += _seconds(run.folder / "timings.jsonl", stage=name)
         sync()
 
     def __enter__(self) -> Self:
@@ -137,16 +149,20 @@ class Stage:
 
     @contextlib.contextmanager
     def user_code(self) -> Iterator[None]:
-        """Encloses code that may hang, such as a reward or a judge.
+        """Encloses code that may hang or fail, such as a reward or a judge.
 
         `stop_timeout` seconds after a signal, the state before the step is saved and
         the process ends with status 128 + the signal's number; a resume repeats the
-        step. The arrays of that state must not be donated inside.
+        step. It is saved as well if the code fails. The arrays of that state must not
+        be donated inside.
         """
         limit = contextlib.nullcontext()
-        if self._run.deadline is not None:
-            limit = self._run.deadline.limit(self._save_whole)
-        with limit, jax.profiler.TraceAnnotation(HOST_SCOPE):
+        with contextlib.ExitStack() as stack:
+            if self._run.deadline is not None:
+                stack.push(self._save_at_failure)
+                limit = self._run.deadline.limit(self._save_whole)
+            stack.enter_context(limit)
+            stack.enter_context(jax.profiler.TraceAnnotation(HOST_SCOPE))
             yield
 
     def end_step(
@@ -170,6 +186,7 @@ class Stage:
         Raises:
           DivergedError: `MAX_SKIPPED` updates in a row were skipped, of all models or
             of the critic alone; earlier snapshots are kept.
+          metrics.AlarmError: an alarm stops the run; everything is saved.
           command_line.Interrupted: a signal asked for a stop; everything is saved.
         """
         record, config = self._run.record, self._run.config
@@ -179,19 +196,33 @@ class Stage:
         if step == self.start:
             # The first step has compiled every program of a step.
             program_cache.give_back_memory()
-        record.write(step, stats, positions=positions, waits=waits)
+        alarm: metrics.AlarmError | None = None
+        row: dict[str, Any] = {"positions": positions, "waits": waits}
+        try:
+            record.write(step, stats, **row)
+        except metrics.AlarmError as raised:  # of the step before, whose row is written
+            alarm = raised
+            record.write(step, stats, **row)
         record.write_samples(step, samples)
         done = step + 1
         self._whole = self._copy(done)
         stop = self._run.vote(self._run.interrupt.requested)
         due = stop or done == self._num_steps or done % config.snapshot_every == 0
+        due = due or alarm is not None
         if due:
-            record.flush()
+            try:
+                record.flush()
+            except metrics.AlarmError as raised:
+                alarm = alarm or raised
         check_divergence(record.latest, step=step, newest=self._snapshots.latest())
         if due:
             with self.user_code():  # rollouts under way may hang, too
                 state = settled(self.state)
             self._save(done, state)
+        if alarm is not None:
+            how = command_line.go_on(config).replace("\n ", "")
+            alarm.args = (f"{alarm}; saved, {how}",)
+            raise alarm
         if stop:
             self._run.interrupt.stop()
         if profiler is not None:
@@ -200,7 +231,7 @@ class Stage:
     def _save(self, done: int, state: PyTree) -> None:
         meta = {**self._meta, proof.META: self._frozen.check(state)}
         # Copied, because the snapshot is written while the next steps run.
-        meta[ROWS] = dict(self._run.record.rows)
+        meta[jsonl.ROWS] = dict(self._run.record.rows)
         meta[run_files.FILES] = self._options | self._run.record.sums
         self._snapshots.save(done, arrays=state, meta=meta)
 
@@ -210,6 +241,25 @@ class Stage:
             return done, None
         return done, jax.tree.map(lambda leaf: leaf, self.state)
 
+    def _save_rows(self) -> None:
+        """Writes all rows; the run stops anyway, whatever alarm the last one raises."""
+        with contextlib.suppress(metrics.AlarmError):
+            self._run.record.flush()
+
+    def _save_at_failure(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Saves the state before this step if the user's code raised an exception."""
+        done, state = self._whole
+        if kind is None or not issubclass(kind, Exception) or done == self.start:
+            return
+        if not is_settled(state):
+            return
+        with contextlib.suppress(Exception):  # the code's own exception is the one told
+            self._save_rows()
+            self._save(done, settled(state))
+            self._snapshots.wait()
+            saved = f"note: step {done} failed; saved as of step {done}; "
+            print(f"{saved}{command_line.go_on(self._run.config)}", file=sys.stderr)
+
     def _save_whole(self, signum: int) -> str:
         """Saves the state before this step, from another thread; returns a message."""
         done, state = self._whole
@@ -218,7 +268,7 @@ class Stage:
             saved = "its rollouts are not drawn; earlier snapshots are kept"
         elif done:
             saved = f"saved as of step {done}"
-            self._run.record.flush()
+            self._save_rows()
             self._save(done, settled(state))
             self._snapshots.close()
         limit, config = self._run.deadline, self._run.config

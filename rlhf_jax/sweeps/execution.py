@@ -17,6 +17,7 @@ from rlhf_jax.sweeps.launchers import Launcher, Process
 from rlhf_jax.sweeps.planned import Planned
 
 BETWEEN = 0.1  # seconds between polls of the processes
+ERRORS = ("error: ", "stopped: ")  # as `command_line.main` prints them
 
 
 class Ended(NamedTuple):
@@ -25,7 +26,7 @@ class Ended(NamedTuple):
     run: Planned
     status: int  # exit status; -N if signal N ended it
     seconds: float
-    printed: str  # the last line that it printed
+    printed: str  # the first line of its error, or else the last line that it printed
 
     @property
     def failed(self) -> bool:
@@ -72,7 +73,7 @@ def run_all(
                 for process in [p for p in going if p.poll() is not None]:
                     run, began, size = going.pop(process)
                     seconds = time.monotonic() - began
-                    printed = _last_line(run.log, after=size)
+                    printed = _printed(run.log, after=size)
                     ended.append(Ended(run, process.wait(), seconds, printed))
                     tell(ended[-1])
         finally:
@@ -85,12 +86,18 @@ def run_all(
     return ended
 
 
-def _last_line(log: Path, *, after: int) -> str:
-    """The last line of a log that is not empty, after the bytes of earlier starts."""
+def _printed(log: Path, *, after: int) -> str:
+    """The first line of the last error in a log, after the bytes of earlier starts.
+
+    An error of several lines ends with how to go on. Without one, as after a traceback,
+    it is the last line that is not empty.
+    """
     try:
         with log.open("rb") as file:
             file.seek(after)
             lines = file.read().decode("utf-8", errors="replace").splitlines()
     except OSError:
         return ""
-    return next((line for line in reversed(lines) if line.strip()), "")
+    lines = [line for line in reversed(lines) if line.strip()]
+    errors = (line for line in lines if line.startswith(ERRORS))
+    return next(errors, next(iter(lines), ""))

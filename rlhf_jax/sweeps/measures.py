@@ -25,12 +25,42 @@ def measured(run: Path, measure: Measure) -> float | None:
         for key in measure.summary.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
         return finite(value)
-    metric, rows = measure.metric or "", metrics.read(run / "metrics.jsonl")
-    last = [finite(row[metric]) for row in rows if metric in row][-measure.last :]
+    last = _last(run, measure)
     numbers = [value for value in last if value is not None]
     if not last or len(numbers) < len(last):
         return None
     return sum(numbers) / len(numbers)
+
+
+def _last(run: Path, measure: Measure) -> list[float | None]:
+    """The last values of a metric; None where one is not finite."""
+    metric, rows = measure.metric or "", metrics.read(run / "metrics.jsonl")
+    return [finite(row[metric]) for row in rows if metric in row][-measure.last :]
+
+
+def doubts(measures: Mapping[str, Measure], *, runs: Sequence[Path]) -> list[str]:
+    """Returns notes on finished runs that are not counted, or are means of fewer rows.
+
+    A measure that no run has is left to `absent`.
+    """
+    notes = []
+    for name, measure in measures.items():
+        without = [run for run in runs if measured(run, measure) is None]
+        if without and len(without) < len(runs):
+            notes.append(
+                f"{name}: {len(without)} of {len(runs)} runs have no finite number and "
+                f"are not counted, {without[0]} first"
+            )
+        if measure.summary is None and measure.last > 1:
+            counts = [len(_last(run, measure)) for run in runs]
+            fewer = [count for count in counts if 0 < count < measure.last]
+            if fewer:
+                notes.append(
+                    f"{name}: {len(fewer)} of {len(runs)} runs have fewer than "
+                    f"{measure.last} rows with {measure.metric}, the least "
+                    f"{min(fewer)}; their mean is over all of these"
+                )
+    return notes
 
 
 def absent(measures: Mapping[str, Measure], *, runs: Sequence[Path]) -> list[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runs import folder, parsing
+from rlhf_jax.runs import folder, lock, parsing
 from rlhf_jax.runs.proof import run_files, sums
 from rlhf_jax.sweeps import declaration
 from rlhf_jax.sweeps.declaration import (
@@ -149,7 +149,7 @@ def begin(sweep: Sweep, *, out: Path) -> None:
     plan = json.loads(json.dumps(plan, default=str))  # tuples are lists, dates texts
     names = ["a file"] if out.exists() else []
     if out.is_dir():
-        names = sorted(child.name for child in out.iterdir())
+        names = sorted({child.name for child in out.iterdir()} - {lock.NAME})
     got = ", ".join(names[:4])
     begun: dict[str, Any] | None = None
     if path.exists():

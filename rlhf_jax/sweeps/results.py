@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ class Results(NamedTuple):
     values: Mapping[str, Mapping[Cell, Numbers]]
     absent: list[str]  # messages about measures that no run has
     answers: dict[str, tuple[str, Answered]]  # {name: (claim, answer)}
-    unproven: Sequence[str] = ()  # message about runs without sums of their files
+    notes: Sequence[str] = ()  # about runs without sums, or with fewer numbers
 
 
 def check_claims(sweep: Sweep) -> None:
@@ -45,10 +46,13 @@ def check_claims(sweep: Sweep) -> None:
 def collected(sweep: Sweep, planned: Sequence[Planned]) -> Results:
     """Collects the numbers of the finished runs among those of `planned.runs_of`."""
     done = [run for run in planned if run.done]
-    unproven = checked(done)
+    notes = checked(done)
     absent = []
     if done:
-        absent = measures.absent(sweep.measures, runs=[run.folder for run in done])
+        folders = [run.folder for run in done]
+        absent = measures.absent(sweep.measures, runs=folders)
+        notes += measures.doubts(sweep.measures, runs=folders)
+        notes += mixed(folders)
     values: dict[str, dict[Cell, dict[int, float]]] = {
         name: {cell: {} for cell in sweep.cells} for name in sweep.measures
     }
@@ -62,7 +66,26 @@ def collected(sweep: Sweep, planned: Sequence[Planned]) -> Results:
         name: (claim, claims.answer(claim, lookup=lookup))
         for name, claim in sweep.claims.items()
     }
-    return Results(values, absent, answers, unproven)
+    return Results(values, absent, answers, notes)
+
+
+def mixed(runs: Sequence[Path]) -> list[str]:
+    """Returns a note for each version, or reward's code, that differs between runs."""
+    versions: list[Mapping[str, Any]] = []
+    for run in runs:
+        with contextlib.suppress(InputError):  # a user's own program may record none
+            versions.append(folder.recorded(run / folder.CONFIG)["versions"])
+    counts = {
+        name: collections.Counter(str(one.get(name, "none")) for one in versions)
+        for name in dict.fromkeys(name for one in versions for name in one)
+    }
+    return [
+        f"{name} is not the same in all runs: "
+        + "; ".join(f"{value} in {count}" for value, count in of.most_common(3))
+        + (f"; and {len(of) - 3} others" if len(of) > 3 else "")
+        for name, of in counts.items()
+        if len(of) > 1
+    ]
 
 
 def checked(done: Sequence[Planned]) -> list[str]:

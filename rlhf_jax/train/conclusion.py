@@ -57,8 +57,8 @@ def conclude(
 ) -> dict[str, Any]:
     """Prints tables, draws plots, and returns the summary of the measurements."""
     measured = metrics.read(job.folder / "metrics.jsonl")
-    first = measured[0]
-    last = functools.reduce(dict.__or__, measured)  # not every step measures the KL
+    first = metrics.first(measured)
+    last = functools.reduce(dict.__or__, measured, {})  # not all steps measure the KL
     report.table(
         "Responses to the prompts",
         ("", "first iteration", "last measured"),

@@ -83,12 +83,13 @@ def main(options: Config) -> None:
         for run in runs:
             print(run.line())
         return
-    results.checked([run for run in runs if run.done])
-    planned.begin(sweep, out=options.out)
-    launcher: Launcher = Workers() if options.map else Local()
-    if options.launcher == "slurm":
-        launcher = Submitit(options.out / "logs" / "slurm", parameters=sweep.slurm)
+    # Before anything is written, or a second start would change the sweep of the first.
     with lock.hold(options.out):
+        results.checked([run for run in runs if run.done])
+        planned.begin(sweep, out=options.out)
+        launcher: Launcher = Workers() if options.map else Local()
+        if options.launcher == "slurm":
+            launcher = Submitit(options.out / "logs" / "slurm", parameters=sweep.slurm)
         done = sum(run.done for run in runs)
         print(f"{len(runs)} runs of {len(sweep.cells)} cells, {done} done already")
         began, left = time.monotonic(), len(runs) - done
@@ -118,7 +119,7 @@ def main(options: Config) -> None:
     if sweep.question:
         print(f"\n{sweep.question}")
     results.tell(sweep, of_runs)
-    for line in of_runs.unproven:
+    for line in of_runs.notes:
         print(f"note: {line}")
     failed = [run for run in ended if run.failed]
     if failed:

@@ -210,7 +210,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
     summary |= loop.sampler.summary()
     summary["compiled"] = program_cache.compiled_since(compiled)
     summary["missed_on_disk"] = program_cache.missed_since(compiled)
-    summary["seconds"] = time.perf_counter() - started
+    summary["seconds"] = job.seconds_before + time.perf_counter() - started
     folder.write_summary(job.folder, summary)
     if held_out is not None:
         print(

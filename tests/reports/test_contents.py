@@ -41,6 +41,21 @@ def test_a_curve_is_the_mean_over_seeds_with_its_range_and_interval(tmp_path):
     assert curve["t"][2] == pytest.approx(12.706, rel=1e-3)  # of 4 and 6
 
 
+def test_numbers_that_are_not_finite_are_told_and_no_earlier_one_is_shown(tmp_path):
+    """A mean over the seeds that survived is not the mean over all."""
+    values = [[1.0, 2.0, 3.0], [1.0, "NaN", "Infinity"], [1.0, "-Infinity", 7.0]]
+    folders = [run(tmp_path / str(seed), seed=seed) for seed in range(3)]
+    for folder, values_of_run in zip(folders, values, strict=True):
+        rewritten(folder, "objective/kl", values_of_run)
+    data = data_of(*folders)
+    lasts = [one["last"]["objective/kl"] for one in data["runs"]]
+    assert lasts == [3.0, None, 7.0]
+    (note,) = [note for note in data["notes"] if "not finite" in note]
+    assert note.startswith("2 of 3 runs have numbers that are not finite, for example ")
+    assert " 1 in objective/kl from step 1: " in note
+    assert not any("not finite" in one for one in data_of(folders[0])["notes"])
+
+
 def test_a_single_run_has_no_band(tmp_path):
     data = data_of(run(tmp_path / "a", steps=5))
     curve = data["curves"]["metrics"]["objective/kl"]["0"]

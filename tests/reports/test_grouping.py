@@ -91,3 +91,27 @@ def test_the_runs_of_a_sweep_are_found_and_one_that_has_not_begun_is_told(tmp_pa
         ("kl_coef=0.0", 2),
         ("kl_coef=0.2", 2),
     ]
+
+
+def test_options_with_the_seed_of_a_sweep_split_no_seeds(tmp_path):
+    """A model of each seed is one option, as `sweep.toml` has it."""
+    options = {"model": "sft/seed_{seed}/model", "prompts": "{seed}.jsonl"}
+    cells = {name: {"start.reference": [name, "{seed}"]} for name in ("a", "b")}
+    sweep = {"options": options, "cells": cells}
+    (tmp_path / "sweep.json").write_text(json.dumps(sweep))
+    for name in cells:
+        for seed in (0, 10):
+            start = {"model": f"sft/seed_{seed}/model", "reference": [name, str(seed)]}
+            run(
+                tmp_path / "runs" / name / f"seed_{seed}",
+                seed=seed,
+                start=start,
+                prompts=f"{seed}.jsonl" if name == "a" else "7.jsonl",
+            )
+    groups = grouping.grouped(reading.read_all([tmp_path])[0])
+    assert [group.runs for group in groups.groups] == [(0, 1), (2, 3)]
+    assert groups.options == ("start.reference", "prompts")
+    assert [group.values for group in groups.groups] == [
+        ('["a", "{seed}"]', "{seed}.jsonl"),
+        ('["b", "{seed}"]', "7.jsonl"),
+    ]

@@ -1,8 +1,10 @@
 """The run folder: made once, checked on resume, never changed by a refused run."""
 
 import dataclasses
+import hashlib
 import json
 import subprocess
+from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +26,7 @@ from rlhf_jax.runs.folder import (
     read_summary,
     write_summary,
 )
+from rlhf_jax.runs.object_storage import urls
 from rlhf_jax.runs.run_config import RunConfig, to_json
 
 
@@ -42,6 +45,11 @@ class Config(RunConfig):
     betas: tuple[float, float] = (0.9, 0.999)
     prompts: Path | None = None
     estimator: Literal["k1", "k2", "k3"] = "k1"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardConfig(RunConfig):
+    rewards: tuple[str, ...] = ()
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
@@ -197,6 +205,28 @@ def test_a_folder_in_which_orbax_finds_no_snapshot_is_refused(tmp_path):
         folder.check_run(Config(out=tmp_path / "run[1]" / "x"))
 
 
+def test_a_run_goes_back_only_without_its_model(tmp_path):
+    """An existing model stays, and would be that of the steps that are set aside."""
+    config = Config(out=tmp_path)
+    open_run(config)
+    (tmp_path / "model").mkdir()
+    check_run(dataclasses.replace(config, resume=True))
+    back = dataclasses.replace(config, resume_from=0)
+    assert "written again, got model in" in refused(back, tmp_path)
+    (tmp_path / "model").rmdir()
+    check_run(back)
+
+
+def test_a_home_that_no_shell_has_expanded_is_refused(tmp_path, monkeypatch):
+    """Nobody wants a folder named ~, which `rm -r ~` would not remove alone."""
+    monkeypatch.chdir(tmp_path)
+    assert "write $HOME" in refused(Config(out=Path("~/runs/a")), tmp_path)
+    with pytest.raises(InputError, match=r"--out: .* got ~/runs; the shell replaces ~"):
+        urls.refuse(Path("~/runs"), option="--out")
+    open_run(Config(out=tmp_path / "~" / "a"))
+    urls.refuse(Path("a~"), option="--out")
+
+
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be made"):
@@ -267,6 +297,67 @@ def test_resume_with_other_versions_warns(tmp_path, capsys):
     assert warning.count("\n") == 1
     assert "optax 0.0.1" in warning
     assert "last bits" in warning
+    folder.record_versions(tmp_path, folder.versions())
+    versions = json.loads(path.read_text())["versions"]
+    assert versions["optax"] == f"0.0.1 then {metadata.version('optax')}"
+    open_run(dataclasses.replace(config, resume=True))
+    assert capsys.readouterr().err == ""
+    folder.record_versions(tmp_path, folder.versions())
+    assert json.loads(path.read_text())["versions"] == versions
+
+
+def test_resume_with_another_reward_warns(tmp_path, capsys, monkeypatch):
+    """Code that an option names counts as a version; the module is not imported."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine").mkdir()
+    Path("mine/__init__.py").write_text("raise SystemExit")
+    score = Path("mine/score.py")
+    score.write_text("one = 1")
+    before = hashlib.sha256(b"one = 1").hexdigest()[:12]
+    rewards = ("short=function:mine.score:one", "right=verifier:none.such:two")
+    config = RewardConfig(out=tmp_path / "run", rewards=rewards)
+    path = open_run(config) / "config.json"
+    versions = json.loads(path.read_text())["versions"]
+    assert versions["mine.score.py"] == f"sha256 {before}"
+    assert not [name for name in versions if name.startswith(("none", "short"))]
+    own = dataclasses.replace(config, rewards=("rlhf_jax.kl:k1", "math:inf", "mine:x"))
+    assert list(folder.code_of(own)) == ["mine.py"]
+    score.write_text("one = 2")
+    again = dataclasses.replace(config, resume=True)
+    open_run(again)
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert f"began with mine.score.py sha256 {before} and goes on with" in warning
+    assert warning.endswith("its numbers may differ")
+    folder.record_versions(again.out, folder.code_of(again))
+    after = hashlib.sha256(b"one = 2").hexdigest()[:12]
+    versions = json.loads(path.read_text())["versions"]
+    assert versions["mine.score.py"] == f"sha256 {before} then sha256 {after}"
+
+
+@pytest.mark.parametrize(
+    ("rows", "others", "refused"),
+    [
+        (4, (), True),  # of snapshots every 2 steps one may be lost, but not two
+        (3, (), False),
+        (1, ("summary.json",), True),
+        (4, ("snapshots/ppo/2/meta",), False),
+    ],
+)
+def test_a_resume_without_its_snapshots_keeps_the_rows(tmp_path, rows, others, refused):
+    config = Config(out=tmp_path, snapshot_every=2)
+    open_run(config)
+    text = "".join(f'{{"stage": "ppo", "step": {n}}}\n' for n in range(rows))
+    (tmp_path / "metrics.jsonl").write_text(text)
+    for name in others:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    again = dataclasses.replace(config, resume=True)
+    if not refused:
+        check_run(again)
+        return
+    with pytest.raises(InputError, match=rf"of ppo, .* has {rows} rows?, got none"):
+        check_run(again)
+    check_run(dataclasses.replace(config, resume_from=0))
 
 
 def test_a_summary_is_strict_json_or_nothing(tmp_path):

@@ -378,3 +378,9 @@ def test_waits_of_any_sampler_are_read_again(tmp_path):
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert metrics.read(path) == rows
+
+
+def test_the_first_row_is_that_of_step_0_or_none():
+    rows = [{"stage": "ppo", "step": step} for step in (0, 1)]
+    assert metrics.first(rows) == rows[0]
+    assert metrics.first(rows[1:]) == metrics.first([]) == {}

@@ -1,6 +1,7 @@
 """A run's stages: what stops them, and what a resume requires."""
 
 import dataclasses
+import json
 import os
 import signal
 import sys
@@ -11,8 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 from rlhf_jax.devices import processes
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.runs import metrics, run, run_config, stage, stops
+from rlhf_jax.runs.snapshots import resume
 from rlhf_jax.runs.snapshots.snapshots import Snapshots
 
 
@@ -72,6 +74,83 @@ def test_a_stage_goes_on_at_its_newest_snapshot(tmp_path):
     state, steps = play(again, meta={"reference": "a"})
     assert steps == []
     assert float(state["sum"]) == sum(range(10))
+
+
+@pytest.mark.parametrize("at", [3, 6, 9])  # between snapshots, and at the last step
+def test_an_alarm_that_stops_the_run_saves_it_and_a_resume_goes_on(tmp_path, at):
+    """Rows are read one step late: the step after the alarm's is saved as well."""
+    config = Config(out=tmp_path / "run", snapshot_every=5)
+    made = []
+
+    def play_on(config):
+        raised = {"check": lambda rows: {"kl": "high"} if len(rows) > at else {}}
+        with (
+            run.Run(
+                config, num_steps={"only": 10}, stops={"kl"}.__contains__, **raised
+            ) as job,
+            job.stage("only", {"sum": jnp.float32(0)}, meta={}) as stage,
+        ):
+            for step in stage.steps():
+                stage.state = {"sum": stage.state["sum"] + step}
+                made.append(step)
+                stage.end_step(step, {"loss": one(step)})
+        return float(stage.state["sum"])
+
+    with pytest.raises(StopError, match=rf"step {at}, kl: high .*; saved, go on with"):
+        play_on(config)
+    newest = resume.newest(config.out / "snapshots" / "only")
+    assert newest == min(at + 2, 10) == len(made)
+    again = dataclasses.replace(config, resume=True)
+    assert play_on(again) == sum(range(10))
+    assert made == list(range(10))
+    rows = metrics.read(config.out / "metrics.jsonl")
+    assert [row["step"] for row in rows if "alarms" in row] == list(range(at, 10))
+
+
+@pytest.mark.parametrize("error", [ValueError("no answer"), KeyboardInterrupt()])
+def test_a_reward_that_fails_loses_no_step(tmp_path, capsys, error):
+    """Such as a judge whose server is gone; a second Ctrl-C stops at once."""
+    config = Config(out=tmp_path / "run", snapshot_every=5)
+    update = jax.jit(lambda total, step: total + step, donate_argnums=0)
+
+    def play_on(config, *, fails, **alarms):
+        with (
+            run.Run(config, num_steps={"only": 10}, stop_timeout=9.0, **alarms) as job,
+            job.stage("only", {"sum": jnp.float32(0)}, meta={}) as stage,
+        ):
+            for step in stage.steps():
+                with stage.user_code():
+                    if step == fails:
+                        raise error
+                stage.state = {"sum": update(stage.state["sum"], step)}
+                stage.end_step(step, {"loss": one(step)})
+        return float(stage.state["sum"]), stage.start
+
+    alarms = {"check": lambda rows: {"kl": "high"} if len(rows) == 8 else {}}
+    with pytest.raises(type(error)):
+        play_on(config, fails=8, stops={"kl"}.__contains__, **alarms)
+    again = dataclasses.replace(config, resume=True)
+    saved = 8 if isinstance(error, ValueError) else 5
+    assert ("saved as of step 8; go on" in capsys.readouterr().err) == (saved == 8)
+    with pytest.raises(type(error)):
+        play_on(again, fails=saved)  # the same step again
+    assert play_on(again, fails=None) == (sum(range(10)), saved)
+    rows = metrics.read(config.out / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(10))
+
+
+def test_a_resumed_run_counts_the_seconds_of_earlier_starts(tmp_path):
+    config = Config(out=tmp_path / "run")
+    play(config, meta={}, stop=7)  # the newest snapshot has 6 steps
+    path = config.out / "timings.jsonl"
+    lines = path.read_text().splitlines()
+    rows = [json.loads(line) | {"seconds": 2.5} for line in lines]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    again = dataclasses.replace(config, resume=True, accept_lost_rows=True)
+    with run.Run(again, num_steps={"only": 10}) as job:
+        assert job.seconds_before == 0
+        with job.stage("only", {"sum": jnp.float32(0)}, meta={}):
+            assert job.seconds_before == 6 * 2.5
 
 
 def test_a_run_without_stages_has_a_folder_and_no_profile(tmp_path):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.sweeps import measures
+from rlhf_jax.sweeps import measures, results
 from rlhf_jax.sweeps.declaration import Measure
 
 ROWS = [
@@ -72,8 +72,40 @@ def test_a_measure_that_nobody_has(run, measure, message):
     assert message in message_of
 
 
+def test_runs_that_are_not_counted_or_have_fewer_rows_are_told(run, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    rows = [json.dumps({"stage": "ppo", "step": 0, "objective/kl": 1.0})]
+    (other / "metrics.jsonl").write_text(f"{rows[0]}\n")
+    asked = {
+        "kl": Measure(metric="objective/kl"),
+        "mean": Measure(metric="objective/kl", last=3),
+        "pairs": Measure(metric="pairs"),
+        "none": Measure(metric="objective/scores", last=2),
+    }
+    assert measures.doubts(asked, runs=[run, other]) == [
+        "mean: 1 of 2 runs have fewer than 3 rows with objective/kl, the least 1; "
+        "their mean is over all of these",
+        f"pairs: 1 of 2 runs have no finite number and are not counted, {other} first",
+    ]
+    assert measures.doubts({"kl": asked["kl"]}, runs=[run, other]) == []
+
+
 def test_runs_without_files_or_with_broken_ones(tmp_path):
     assert measures.measured(tmp_path, Measure(metric="objective/kl")) is None
     (tmp_path / "summary.json").write_text("{")
     with pytest.raises(InputError, match=r"summary.json: expected the summary of a ru"):
         measures.measured(tmp_path, Measure(summary="seconds"))
+
+
+def test_runs_of_other_versions_are_told(tmp_path):
+    rewards = ["sha256 a", "sha256 a", "sha256 b", None]
+    for number, code in enumerate(rewards):
+        (tmp_path / str(number)).mkdir()
+        versions = {"jax": "1"} | ({} if code is None else {"mine.py": code})
+        recorded = json.dumps({"config": {}, "versions": versions})
+        (tmp_path / str(number) / "config.json").write_text(recorded)
+    runs = [tmp_path / str(number) for number in range(5)]  # the last records none
+    assert results.mixed(runs) == [
+        "mine.py is not the same in all runs: sha256 a in 2; sha256 b in 1; none in 1"
+    ]

@@ -417,6 +417,8 @@ def test_two_sweeps_do_not_share_a_folder(tmp_path):
     file, out = tmp_path / "sweep.toml", tmp_path / "out"
     file.write_text(TOML)
     planned.begin(declaration.read(file), out=out)
+    before = (out / "sweep.json").read_bytes()
+    file.write_text(TOML.replace("[0, 1, 2]", "[0, 1, 2, 3]"))
     command = [sys.executable, "-m", "rlhf_jax.train.main", "sweep", str(file)]
     with lock.hold(out):  # as this process does while its runs are under way
         process_of_second = subprocess.run(
@@ -427,6 +429,7 @@ def test_two_sweeps_do_not_share_a_folder(tmp_path):
         )
     assert process_of_second.returncode == 2
     assert f"{os.getpid()}" in process_of_second.stderr
+    assert (out / "sweep.json").read_bytes() == before
     assert not (out / "runs").exists()
 
 
@@ -458,6 +461,12 @@ def test_why_a_run_is_not_done(tmp_path):
         (Ends(-9), "ended by SIGKILL"),
         (Ends(0, "all is well\n"), "ended without summary.json, which a run"),
         (Ends(2, "error: now\n\n"), "error: now"),
+        (
+            Ends(1, "stopped: no room\nmore; go on with\n  rlhf-jax ppo\n"),
+            "stopped: no ",
+        ),
+        (Ends(1, "error: no end\nTraceback ...\nValueError: x\n"), "error: no end"),
+        (Ends(1, "Traceback ...\nValueError: x\n"), "ValueError: x"),
         (Ends(1), ""),
     ):
         [ended] = execution.run_all([run], launcher=launcher, jobs=1, tell=str)

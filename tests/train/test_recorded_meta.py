@@ -1,6 +1,7 @@
 """The record of a run in its snapshots, which prevents resuming a different run."""
 
 import dataclasses
+import shutil
 
 import pytest
 import toy_files
@@ -66,10 +67,21 @@ def test_every_command_records_them(name, tmp_path, monkeypatch):
 
     monkeypatch.setattr(run.Run, "stage", began)
     command, *argv = COMMANDS[name]
-    with pytest.raises(Began) as raised:
-        command.command([*argv, "--model=model", "--out=run", "--no-progress"])
-    (meta,) = raised.value.args
-    assert meta["unused_ids"] == [[TOKENS, TOKENS + 16]]
+
+    def meta(out):
+        with pytest.raises(Began) as raised:
+            command.command([*argv, "--model=model", f"--out={out}", "--no-progress"])
+        return raised.value.args[0]
+
+    first = meta("run")
+    assert first["unused_ids"] == [[TOKENS, TOKENS + 16]]
+    if command not in (sft, dpo, reward_model):
+        return  # a policy gradient and an evaluation have frozen copies of the weights
+    shutil.rmtree("model")
+    params = toy_files.params(model, seed=1)
+    hf.save(tmp_path / "model", model, params, tokenizer=toy_files.tokenizer())
+    differing = {key for key, value in meta("again").items() if value != first[key]}
+    assert differing == {"start_weights", *({"reference"} & first.keys())}
 
 
 def test_messages_that_are_scored_are_recorded():

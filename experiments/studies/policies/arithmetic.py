@@ -166,7 +166,7 @@ def main(options: Config) -> None:
         "kl_coef": options.kl_coef,
         **figures,
         "reference_verified": True,
-        "seconds": time.perf_counter() - started,
+        "seconds": job.seconds_before + time.perf_counter() - started,
     }
     folder.write_summary(job.folder, summary)
     print(f"{summary['seconds']:.0f} s; figures and samples in {job.folder}")

@@ -177,7 +177,7 @@ def main(options: Config) -> None:
         "responses_for_training": options.num_steps * options.batch_size,
         "reward_model_accuracy": models.accuracy,
         "reference_verified": True,
-        "seconds": time.perf_counter() - started,
+        "seconds": job.seconds_before + time.perf_counter() - started,
     }
     folder.write_summary(job.folder, summary)
     print(f"{summary['seconds']:.0f} s; figures and samples in {job.folder}")

@@ -27,6 +27,7 @@ from rlhf_jax.runs.command_line.options import HELP, Config, Presets, parse
 from rlhf_jax.runs.folder import CONFIG, check_run
 from rlhf_jax.runs.object_storage import mirror
 from rlhf_jax.runs.run_config import RunConfig, to_json
+from rlhf_jax.runs.snapshots import jsonl
 
 LOST = "a process may be lost; earlier snapshots are kept"
 
@@ -142,6 +143,9 @@ def main(
 def _check(config: RunConfig) -> None:
     mirror.begin(config.out, resume=config.resume or config.resume_from is not None)
     check_run(config)
+    goes_on = config.resume and config.resume_from is None
+    if goes_on and not config.accept_lost_rows:
+        jsonl.require_rows(config.out)
 
 
 def _out_of_memory(error: BaseException) -> str | None:

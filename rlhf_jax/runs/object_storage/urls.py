@@ -34,6 +34,7 @@ from rlhf_jax.runs.unfinished import UNFINISHED, replacing
 
 SCHEMES = {"gs": "gcsfs", "s3": "s3fs", "memory": "fsspec"}  # {scheme: package}
 SPOOL = "RLHF_JAX_SPOOL"  # environment variable: the folder of all copies
+HOME = "the shell replaces ~ in --out ~/runs, and not behind a =; write $HOME"
 PATIENCE = 120.0  # seconds for which a failed call is repeated
 # A scheme has at least two letters: C:/runs is a path. `Path` turns // into /.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
@@ -92,16 +93,22 @@ def check(url: str) -> str:
 
 
 def refuse(place: Path, *, option: str) -> None:
-    """Refuses an address for an option that takes only local paths.
+    """Refuses an address, and a ~, for an option that takes only local paths.
 
     Raises:
-      InputError: `place` is an address.
+      InputError: `place` is an address, or begins with a ~ that no shell has replaced.
     """
-    if (url := of(place)) is not None:
+    got, advice = of(place), "give one, and copy it there or from there"
+    got, advice = (os.fspath(place), HOME) if begins_at_home(place) else (got, advice)
+    if got is not None:
         raise InputError(
-            f"{option}: expected a folder on this machine, got {url:.200}; give one, "
-            f"and copy it there or from there"
+            f"{option}: expected a folder on this machine, got {got:.200}; {advice}"
         )
+
+
+def begins_at_home(place: Path) -> bool:
+    """Returns whether a path begins with ~, as shells leave it in --out=~/runs."""
+    return place.parts[:1] == ("~",)
 
 
 def spool() -> Path:

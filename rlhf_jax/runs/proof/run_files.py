@@ -51,7 +51,7 @@ def sealed(folder: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
         for stage, (step, meta) in newest
         for fault in _of_rows(folder, stage=stage, step=step, meta=meta, only=None)
     ]
-    files = sums.of_files(folder, [*_present(folder)])
+    files = sums.of_files(folder, [*_present(folder, of_others=False)])
     return sums.sealed(summary, files=files, doubts=doubts)
 
 
@@ -172,9 +172,16 @@ def _so_far(
             unproven.append(f"{name}: changed since the newest snapshot")
 
 
-def _present(folder: Path) -> Iterator[str]:
-    """Names of the files whose sums a summary records."""
+def _present(folder: Path, *, of_others: bool = True) -> Iterator[str]:
+    """Names of the files whose sums a summary records.
+
+    Runs inside of the folder may be under way, and have summaries of their own: without
+    `of_others` their files are left out.
+    """
+    others = {path.parent for path in folder.glob("*/**/metrics.jsonl")}
     for path in sorted(folder.rglob("*")):
+        if not of_others and not others.isdisjoint(path.parents):
+            continue
         parts = path.relative_to(folder).parts
         if parts[0] == "snapshots" and len(parts) > 3 and parts[3:] != (LIST,):
             listed = folder.joinpath(*parts[:3], LIST).exists()

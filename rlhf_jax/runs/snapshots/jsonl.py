@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlhf_jax.functional.errors import refuse
 from rlhf_jax.runs import parsing
 from rlhf_jax.runs.folder import write_text
+from rlhf_jax.runs.proof import run_files, sums
+from rlhf_jax.runs.snapshots import resume
+
+EVERY_STEP = ("metrics", "timings")  # have one row per step
+ROWS = "rows"  # key in a snapshot's meta: the number of rows of each file
+LOST = (
+    "put the file back as it was, or go on without them with --accept-lost-rows, which "
+    "does not affect training"
+)
 
 ROW: parsing.Shape = {  # of any of the files
     "stage": str,
@@ -71,6 +82,61 @@ def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
     if (why := parsing.misfit(row, ROW)) is not None:
         raise source.refusal(why)
     return row
+
+
+def require_rows(folder: Path) -> None:
+    """Checks the rows of a run that is to be resumed, before anything is loaded.
+
+    Raises:
+      InputError: they are not those that the newest snapshots were saved with.
+    """
+    for stage, (step, meta) in resume.newest_metas(folder, having=ROWS).items():
+        saved = meta.get(run_files.FILES, {})
+        for name, count in meta[ROWS].items():
+            path, of = folder / f"{name}.jsonl", saved.get(f"{name}.jsonl")
+            if (
+                of is not None
+                and sums.of_rows(path, stage=stage, size=of[0]).now() == of
+            ):
+                continue
+            steps = places(path) if path.exists() else []
+            steps = [x.step for x in steps if x.stage == stage and x.step < step]
+            why = lost_rows(
+                path, stage=stage, step=step, steps=steps, count=count, of=of
+            )
+            refuse([f"{why}; {LOST}"] if why else [])
+
+
+def lost_rows(
+    path: Path,
+    *,
+    stage: str,
+    step: int,
+    steps: Sequence[int],
+    count: int | None,
+    of: sums.Sum | None,
+) -> str:
+    """Says how a file's rows differ from those of a snapshot; "" if they do not.
+
+    Args:
+      steps: those of the stage's rows before `step`, the number of the snapshot.
+      count, of: the number and the sum of these rows in the snapshot.
+    """
+    same = len(steps) == count
+    if same and of is not None:
+        same = sums.of_rows(path, stage=stage, size=of[0]).now() == of
+    if same:
+        return ""
+    lost = sorted(set(range(step)) - set(steps))
+    twice = sorted(at for at, n in collections.Counter(steps).items() if n > 1)
+    which = " others" if len(steps) == count else ""
+    if path.stem in EVERY_STEP:
+        which += f" (missing are {ranges(lost)})" if lost else ""
+        which += f" (more than once {ranges(twice)})" if twice else ""
+    return (
+        f"{path}: expected the {count} rows of {stage} that snapshot {step} was saved "
+        f"with, got {len(steps)}{which}"
+    )
 
 
 def ranges(steps: Sequence[int]) -> str:

@@ -29,8 +29,9 @@ MAY_CHANGE = frozenset(
 )
 # A resume may choose another kind of sampler, with options of its own.
 SAMPLER = "sampler.sampler."
-# Files that a run writes at its end.
-FINISHED = ("model", "model.sha256", "adapter", "adapter.sha256", "summary.json")
+# Files that a run writes at its end, models only where there are none.
+MODELS = ("model", "model.sha256", "adapter", "adapter.sha256")
+FINISHED = (*MODELS, "summary.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,9 +143,9 @@ def check_config(
                 f"  {name}: recorded {shown(before, name)}, given {shown(now, name)}"
                 for name in refused
             )
-            + f"\nonly {', '.join(sorted(MAY_CHANGE | {'sampler'}))}, and options of "
-            f"where the run computes and how it saves, may change; give the recorded "
-            f"command and values, or start a new run with another --out"
+            + f"\nonly {', '.join([*_changeable(now), 'options'])} of where the run "
+            f"computes and how it saves may change; give the recorded command and "
+            f"values, or start a new run with another --out"
         )
     results = [name for name in FINISHED if (folder / name).exists()]
     if "num_steps" in names and results:
@@ -155,6 +156,24 @@ def check_config(
             f"model with another --out"
         )
     return names
+
+
+def _changeable(fields: Fields) -> list[str]:
+    """The options of a command that a resume may change, by their last names."""
+    parts = {part for name in fields for part in name.split(".")}
+    return sorted((MAY_CHANGE | {SAMPLER.partition(".")[0]}) & parts)
+
+
+def old_models(folder: Path) -> Iterator[str]:
+    """Describes the models of a finished run that is to go back to an older snapshot.
+
+    They would stay, beside rows and figures of the steps that are computed again.
+    """
+    if models := [name for name in MODELS if (folder / name).exists()]:
+        yield (
+            f"--resume-from: expected a run without a model, as an existing one is not "
+            f"written again, got {', '.join(models)} in {folder}; move them away"
+        )
 
 
 def tell_changes(recorded: Recorded, current: Fields, names: list[str]) -> None:

@@ -202,6 +202,10 @@ class Snapshots(contextlib.AbstractContextManager[Any]):
         self._manager.reload()
         return names
 
+    def wait(self) -> None:
+        """Waits until the last snapshot is complete; raises as `close`."""
+        self._wait()
+
     def close(self) -> None:
         """Waits until the last snapshot is complete.
 

@@ -203,7 +203,7 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
         from rlhf_jax.planning import profiled  # of few runs
 
         profile = profiled.summary(job.folder, profile=options.profile, flops=None)
-    seconds = time.perf_counter() - started
+    seconds = job.seconds_before + time.perf_counter() - started
     folder.write_summary(
         job.folder,
         collected

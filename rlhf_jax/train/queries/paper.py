@@ -68,7 +68,7 @@ def main(options: Config) -> None:
             f"check the file of the sweep, and run its command again"
         )
     of_runs = results.collected(sweep, runs)
-    for line in (*of_runs.absent, *of_runs.unproven):
+    for line in (*of_runs.absent, *of_runs.notes):
         print(f"warning: {line}", file=sys.stderr)
     left = writing.write(options.out, sweep, runs, of_runs, width=options.width)
     answers = [answered.answer for _, answered in of_runs.answers.values()]

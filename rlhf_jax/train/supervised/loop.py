@@ -22,12 +22,13 @@ import jax
 from rlhf_jax.algorithms import evaluation
 from rlhf_jax.algorithms.batch import Sequences
 from rlhf_jax.algorithms.state import SupervisedState
+from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import digests
 from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.devices import moving, processes, sharding
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.masked import Stats
-from rlhf_jax.roles.reference import drift, frozen
+from rlhf_jax.roles.reference import drift, fingerprint, frozen
 from rlhf_jax.runs import alarms, folder, metrics, plots, report, run
 from rlhf_jax.runs.object_storage import mirror
 from rlhf_jax.runs.report import Role
@@ -68,6 +69,7 @@ def main(task: Task[Any]) -> None:
         num_steps = data.batches.steps_per_epoch
     optimizer = config.optimizer.make(num_steps)
     start = task.load(mesh)
+    weights = {} if config.start.lora is not None else weights_of(start, task)
     initial, models = build(task, start, mesh=mesh, optimizer=optimizer)
     if not task.samples:
         start = start._replace(params=None)  # the first update takes them
@@ -89,6 +91,7 @@ def main(task: Task[Any]) -> None:
         meta: dict[str, Any] = {
             "data_digest": digests.of_tokens(data.trained_on),
             **start.meta,
+            **weights,
         }
         if models.reference is not None:
             meta["reference"] = frozen.fingerprint_of(
@@ -115,7 +118,7 @@ def main(task: Task[Any]) -> None:
     after = means(task.evaluate(written, base))
     measured = metrics.read(job.folder / "metrics.jsonl")
     summary = {"alarms": job.alarms} | task.summary(before, after, session=session)
-    summary |= report.texts(measured[0], means(watcher.text_stats(trained)))
+    summary |= report.texts(metrics.first(measured), means(watcher.text_stats(trained)))
     if "reference" in meta:
         summary["reference_fingerprint"] = meta["reference"]
     plots.draw(job.folder)
@@ -133,10 +136,23 @@ def main(task: Task[Any]) -> None:
             else frozen.shape_of(reference, policy=start.model),
         )
         summary |= profiled.summary(job.folder, profile=config.profile, flops=flops)
-    summary["seconds"] = time.perf_counter() - started
+    summary["seconds"] = job.seconds_before + time.perf_counter() - started
     folder.write_summary(job.folder, summary)
     saved = mirror.written(job.folder / "model")
     print(f"{summary['seconds']:.0f} s; go on with {task.option} {saved}")
+
+
+def weights_of(start: Pretrained, task: Task[Any]) -> dict[str, str]:
+    """The fingerprint of a checkpoint that is trained, for the meta of snapshots.
+
+    Figures before training, and the normalisation of a reward model, are computed from
+    it again in a resume. A fresh model has none: other devices may draw other bits.
+    """
+    if task.config.start.model is None:
+        return {}
+    pairs = fingerprint.digests(start.params)
+    named = fingerprint.named(start.params, pairs, fetch=processes.whole)
+    return {"start_weights": named.root}
 
 
 class Watcher:

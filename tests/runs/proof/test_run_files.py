@@ -29,6 +29,20 @@ def test_a_sealed_run_is_whole(run):
     assert "proof" not in folder.read_summary(run)
 
 
+def test_a_run_inside_of_another_one_is_not_sealed_with_it(run):
+    """It may still be under way when the outer one ends."""
+    inner = toy_runs.run(run / "eval" / "first", steps=3, done=False)
+    (run / "notes").mkdir()
+    (run / "notes" / "a.txt").write_text("a")
+    folder.write_summary(run, {})
+    with (inner / "metrics.jsonl").open("a") as file:
+        file.write('{"stage": "ppo", "step": 3}\n')
+    assert run_files.check(run).faults == []
+    proof = json.loads((run / "summary.json").read_text())["proof"]
+    assert [name for name in proof["files"] if "/" in name] == ["notes/a.txt"]
+    assert "eval/first/metrics.jsonl" in run_files.check(run).added
+
+
 def test_each_damage_is_named_and_others_are_not(run):
     (run / "samples.jsonl").unlink()
     metrics = (run / "metrics.jsonl").read_bytes()

@@ -13,8 +13,8 @@ from rlhf_jax.data import digests
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.devices.placement import Place, Placement
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runs import folder, metrics, run, run_config
-from rlhf_jax.runs.snapshots import files, resume
+from rlhf_jax.runs import command_line, folder, metrics, run, run_config
+from rlhf_jax.runs.snapshots import files, jsonl, resume
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ def test_an_edited_config_json_is_refused(begun):
     message = str(error.value)
     assert "config that snapshot 4 of only was made with" in message
     assert "\n  kl_coef: recorded 0.1, given 0.2\n" in message
-    assert "num_steps" in message  # which may change
+    assert "\nonly num_steps, sample_every, options of where" in message  # it has both
     with pytest.raises(InputError, match="kl_coef: recorded"):
         play(dataclasses.replace(begun, kl_coef=0.2))
     assert (begun.out / "metrics.jsonl").read_bytes() == before
@@ -210,6 +210,47 @@ def test_lost_rows_are_told_and_can_be_accepted(begun, capsys, name, steps, mess
     steps_left = sorted(set(range(4)) - set(steps))
     if name == "metrics":
         assert [row["step"] for row in metrics.read(path)] == [*steps_left, 4]
+
+
+def test_lost_rows_are_refused_before_anything_is_loaded(begun, capsys):
+    path = begun.out / "metrics.jsonl"
+    whole = path.read_text()
+    jsonl.require_rows(begun.out)
+    path.write_text(whole.replace('"x": 2.0', '"x": 2.5'))
+    called = []
+    argv = ["--out", str(begun.out), "--resume", "--no-progress"]
+    options = [*argv, "--snapshot-every", "2", "--compilation-cache", "None"]
+    with pytest.raises(SystemExit) as stop:
+        command_line.main(called.append, Config, description=None, argv=options)
+    early = capsys.readouterr().err.strip().removeprefix("error: ")
+    with pytest.raises(InputError) as late:
+        play(begun)
+    assert (stop.value.code, early, called) == (2, str(late.value), [])
+    path.write_text(whole)
+    command_line.main(called.append, Config, description=None, argv=options)
+    assert len(called) == 1
+
+
+def test_versions_are_recorded_only_where_steps_follow(tmp_path, monkeypatch):
+    config = Config(out=tmp_path)
+    play(config, meta={"data": "one"}, stop=5)
+    begun = dataclasses.replace(config, resume=True)
+    path = begun.out / "config.json"
+    before = path.read_text()
+
+    def versions():
+        return json.loads(path.read_text())["versions"]["jax"]
+
+    first = versions()
+    monkeypatch.setattr(run, "versions", lambda: {"jax": "9"})
+    with pytest.raises(InputError):
+        play(begun, meta={"data": "another"})
+    assert path.read_text() == before
+    play(begun, meta={"data": "one"})
+    assert versions() == f"{first} then 9"
+    monkeypatch.setattr(run, "versions", lambda: {"jax": "10"})
+    play(begun, meta={"data": "one"})  # is complete
+    assert versions() == f"{first} then 9"
 
 
 def test_rows_that_stand_twice_are_told(begun):
