@@ -67,7 +67,7 @@ def recorded(
     if rollout.experts is None:
         raise InputError(
             "routing_replay: expected a rollout with the experts that its sampler "
-            "chose, got one without; sample with the library's own decoder, or choose "
-            "old"
+            "chose, got one without; sample with the library's own decoder or with a "
+            "server that returns them, or choose old"
         )
     return rollout
