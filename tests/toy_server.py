@@ -3,9 +3,11 @@
 It is for tests of errors: real servers are in `studies.outside_sampler`.
 """
 
+import base64
 import contextlib
 import dataclasses
 import http.server
+import io
 import json
 import threading
 from pathlib import Path
@@ -13,7 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from rlhf_jax import hf
+from rlhf_jax import decoder, hf
 from rlhf_jax.roles import policy
 
 
@@ -28,6 +30,9 @@ class Toy:
         self.unused = ()  # ids that it does not draw
         self.context = 16
         self._logprobs = jax.jit(policy.logprobs, static_argnames=("model",))
+        self._routed = jax.jit(decoder.hidden_and_routing, static_argnames=("model",))
+        self.records = False  # whether it returns experts, in vLLM's format
+        self.renumber = lambda record: record  # changes them
 
     def answer(self, path, body):
         if path == "/v1/models":
@@ -50,6 +55,13 @@ class Toy:
             "logprobs": {"token_logprobs": logprobs[0, size - len(drawn) :].tolist()},
             "prompt_token_ids": body["prompt"],
         }
+        if self.records:
+            _, routing = self._routed(
+                self.params, model=self.model, tokens=tokens, mask=mask[None]
+            )
+            # The last token is drawn, but not run.
+            record = np.asarray(routing.chosen)[0, mask][:-1].astype(np.uint8)
+            choice["routed_experts"] = encoded(self.renumber(record))
         return {"choices": [choice]}
 
     def drawn(self, body):
@@ -62,6 +74,13 @@ class Toy:
         if not self.keeps_weights or self.params is None:
             model, self.params = hf.load(path)
             self.model = dataclasses.replace(model, unused_ids=self.unused)
+
+
+def encoded(array):
+    """As vLLM 0.32 encodes `routed_experts` of a choice."""
+    file = io.BytesIO()
+    np.save(file, array)
+    return base64.b64encode(file.getvalue()).decode()
 
 
 @contextlib.contextmanager

@@ -421,26 +421,24 @@ def apply(
 
     Args:
       x: [B, S, D].
-      experts: of one layer, for all S columns.
+      experts: of one layer, for all S columns; empty for a dense model.
       first: columns that the block leaves out of its output.
 
     Returns:
-      The output of the block, and the layer's `Routing` of B x S tokens, with `OWN` in
-      columns that were not computed; None if nothing is recorded.
+      The output of the block, and the layer's `Routing` of B x S tokens, with `OWN` at
+      padding and in columns that were not computed; None if nothing is recorded.
     """
-    if experts.chosen is None and experts.tokens is None:
-        return block.apply({"params": params}, x, first=first, **others), None
-    read = {
-        name: array for name, array in experts._asdict().items() if array is not None
-    }
-    read = {name: array[:, first:] for name, array in read.items()}
-    variables = {"params": params, REPLAY: {NAME: read}}
-    if experts.tokens is None:
+    variables = {"params": params}
+    read = {"tokens": experts.tokens, "chosen": experts.chosen}
+    read = {name: x[:, first:] for name, x in read.items() if x is not None}
+    if read:
+        variables[REPLAY] = {NAME: read}
+    if not experts.record:
         return block.apply(variables, x, first=first, **others), None
     output, kept = block.apply(variables, x, first=first, **others, mutable=[ROUTING])
     recorded: Any = kept
     own: Routing = recorded[ROUTING][NAME]["layer"][0]
-    chosen = own.chosen.reshape(*read["tokens"].shape, -1)
+    chosen = own.chosen.reshape(x.shape[0], x.shape[1] - first, -1)
     room = ((0, 0), (first, 0), (0, 0))
     chosen = jnp.pad(chosen, room, constant_values=OWN)
     return output, dataclasses.replace(own, chosen=chosen)

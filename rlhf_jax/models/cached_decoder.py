@@ -96,6 +96,7 @@ def decode_step(
     attend: Array | Seen,
     caches: Sequence[Kept],
     column: Array,
+    going: Array | None = None,
     record: bool = False,
 ) -> tuple[Array, Caches, Array | None]:
     """Runs N new tokens of every row, usually one, against the cache.
@@ -110,6 +111,8 @@ def decode_step(
         state of a recurrent layer.
       column: i32[], the number of the first new column, the same in all rows, or
         i32[B], one per row; not read with pages.
+      going: bool[B, N], False at tokens whose hidden state has no use, as those of a
+        row that has ended: they go to no expert of a mixture. None: all are of use.
 
     Returns:
       Hidden states [B, N, D] after the final norm, in `model.dtype`; the caches with
@@ -135,7 +138,7 @@ def decode_step(
         own_inputs = per_layer.inputs(params, x, model=model, tokens=tokens)
     updated: list[Kept] = []
     chosen = []
-    recording = Given(tokens=jnp.ones(tokens.shape, bool) if record else None)
+    given = Given(None if model.experts is None else going, record=record)
     for number, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
         (mask, rotary), source = sights.of(number, model=model), model.source(number)
         cache: Any = cache if source is None else updated[source]
@@ -147,7 +150,7 @@ def decode_step(
             block_of(model, number),
             leaves.read(layer),
             x,
-            experts=recording,
+            experts=given,
             mask=mask,
             rotary=rotary,
             cache=cache,
@@ -177,8 +180,8 @@ def prefill(
 
     Returns:
       [B, D] after the final norm; {module: keys and values of P columns}, as
-      `layers.run`, in `model.dtype`; with `record` experts i32[B, P, L, k]. Values at
-      padding have no meaning.
+      `layers.run`, in `model.dtype`; with `record` experts i32[B, P, L, k], `OWN` at
+      padding. Other values at padding have no meaning.
 
     Raises:
       InputError: as `decoder.prefill`.
@@ -210,6 +213,7 @@ def prefill(
         def own(x: Array) -> Array:
             return jax.lax.dynamic_slice_in_dim(x, start, chunk, axis=1)
 
+        given = Given(None if model.experts is None else own(mask), record=record)
         at, here = own(positions), (start + jnp.arange(chunk, dtype=jnp.int32))[:, None]
         visible = mask[:, None] & (number[None] <= here)[None]
         # bool[B, N, P], for local layers: columns within the window of each new one.
@@ -237,7 +241,7 @@ def prefill(
                 blocks.Block(model),
                 leaves.read(params),
                 x,
-                experts=Given(tokens=own(mask) if record else None),
+                experts=given,
                 mask=sees,
                 rotary=rotary,
                 cache=cache,
@@ -256,7 +260,7 @@ def prefill(
                 block_of(model, number),
                 leaves.read(params),
                 x,
-                experts=Given(tokens=own(mask) if record else None),
+                experts=given,
                 mask=sees,
                 rotary=rotary,
                 cache=kept[module] if source is None else source,

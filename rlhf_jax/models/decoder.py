@@ -242,13 +242,13 @@ def _run(
     )
     # Padding may hold any id: one out of range would be NaN, which no mask undoes.
     tokens = jnp.where(mask, tokens, 0)
-    routed = Given(experts, mask if record else None)
+    routed = Given(None if model.experts is None else mask, experts, record)
     if cut is not None:
         tokens, positions, routed = jax.tree.map(
             cut.balanced_parts, (tokens, positions, routed)
         )
     if routed.chosen is not None:
-        routed = routed._replace(chosen=jnp.moveaxis(routed.chosen, 2, 0))
+        routed = routed.replaying(jnp.moveaxis(routed.chosen, 2, 0))
     x = embed(params, model=model, tokens=tokens, positions=positions)
     own_inputs = None
     if model.per_layer_width is not None:

@@ -77,7 +77,7 @@ def run(
         [B·c, S/c, ...].
       first_column: earlier columns are left out of the hidden states; with
         `model.unroll` the last layer does not compute them.
-      experts: for a mixture, which experts to replay or record; of the tokens of x.
+      experts: for a mixture, its tokens and which experts to replay or record.
       per_layer: [L, B, S, P], from `per_layer.inputs`.
 
     Returns:
@@ -113,7 +113,7 @@ def run(
             params, inputs = layer
             sight = sights.of(number, model=model)
             own = functools.partial(_layer, model=model, sight=sight, number=number)
-            given = Given(inputs.get("chosen"), experts.tokens)
+            given = experts.replaying(inputs.get("chosen"))
             cache = shared.get(model.is_local(number))
             x, (kept, routing) = rematerialised(own)(
                 x, params, given, inputs.get("per_layer"), cache
@@ -141,7 +141,8 @@ def run(
                 window=mask.window,
                 first=first_column if number == model.num_layers - 1 else 0,
             )
-            x, output = rematerialised(one)(x, layer, experts.of_layer(number))
+            chosen = None if experts.chosen is None else experts.chosen[number]
+            x, output = rematerialised(one)(x, layer, experts.replaying(chosen))
             outputs.append(output)
         kept, routing = jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
         return x, {"attention": kept}, routing
@@ -169,8 +170,7 @@ def run(
             sight = dataclasses.replace(mask, window=width, windows=widths), rotary
         if unrotated is not None:
             sight = sight[0], unless(unrotated, sight[1])
-        own = Given(chosen, experts.tokens)
-        return _layer(x, layer, own, model=model, sight=sight)
+        return _layer(x, layer, experts.replaying(chosen), model=model, sight=sight)
 
     # One layer is compiled for all L.
     of_layers = layers, local, unrotated, experts.chosen

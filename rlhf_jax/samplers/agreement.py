@@ -74,8 +74,12 @@ class Agreement:
           SelfCheckError: the distance exceeds the tolerance.
         """
         rollout = rollout_of(self.prompts, drawn, version=None)
-        rows = row_sharding.put_rows((rollout.tokens, rollout.mask), mesh=self._mesh)
-        trainers = self._logprobs(params, tokens=rows[0], mask=rows[1])
+        rows = row_sharding.put_rows(
+            (rollout.tokens, rollout.mask, rollout.experts), mesh=self._mesh
+        )
+        tokens, mask, experts = rows
+        # With routing replay the trainer meets the server's experts, as in an update.
+        trainers = self._logprobs(params, tokens=tokens, mask=mask, experts=experts)
         return self_check.compare(
             jax.device_get(trainers),
             rollout.old_logprobs,

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from rlhf_jax.functional import unused_ids
 from rlhf_jax.functional.unused_ids import Ranges
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.samplers import routed_experts
 from rlhf_jax.samplers.connection import SHOWN, ServerError
 
 PATH = "/v1/completions"
@@ -24,10 +26,11 @@ NEVER = -100.0  # the lowest logit bias that servers accept; scales odds by e^-1
 
 
 class Response(NamedTuple):
-    """Tokens of a response, including a stop token, and their log-probs."""
+    """Tokens of a response, including a stop token, their log-probs and experts."""
 
     tokens: list[int]
     logprobs: list[float]  # nats
+    experts: Any = None  # [P + R - 1, L, k], integers; None: not asked for
 
 
 def request(
@@ -72,35 +75,40 @@ def response(
     answer: dict[str, Any],
     *,
     request: dict[str, Any],
-    vocab_size: int,
+    model: ModelConfig,
     url: str,
-    unused: Ranges = (),
+    record: bool = False,
 ) -> Response:
     """Checks an answer and returns its response.
 
     Args:
       answer: to `request`.
-      vocab_size: of the policy.
+      model: of the policy.
       url: of the server, for messages.
-      unused: ranges of ids without a token; the policy's log-prob of them is -inf.
+      record: whether to read the experts of the tokens of a mixture.
 
     Raises:
-      ServerError: the answer lacks token ids or log-probs, or does not fit the request.
+      ServerError: the answer lacks token ids, log-probs or experts, or does not fit the
+        request or the model.
     """
     choices = answer.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices else None
-    required = _required(choice, request=request, vocab_size=vocab_size, unused=unused)
+    required = _required(choice, request=request, model=model, record=record)
     for holds, expected, remedy in required:
         if not holds:
             got = str(answer if choice is None else choice)[:SHOWN]
             raise ServerError(f"{url}{PATH}: expected {expected}, got {got}; {remedy}")
     assert choice is not None
     logprobs = choice["logprobs"]["token_logprobs"]
-    return Response(choice["token_ids"], [float(number) for number in logprobs])
+    return Response(
+        choice["token_ids"],
+        [float(number) for number in logprobs],
+        routed_experts.read(choice) if record else None,
+    )
 
 
 def _required(
-    choice: Any, *, request: dict[str, Any], vocab_size: int, unused: Ranges
+    choice: Any, *, request: dict[str, Any], model: ModelConfig, record: bool
 ) -> Iterator[tuple[bool, str, str]]:
     """Yields (condition, what is expected, remedy); later ones need earlier ones."""
     yield isinstance(choice, dict), "one choice", "is it a server of completions?"
@@ -139,17 +147,21 @@ def _required(
         "serve a longer context (vLLM: --max-model-len), and no other stop words",
     )
     yield (
-        all(0 <= token < vocab_size for token in tokens),
-        f"tokens of a vocabulary of {vocab_size}",
+        all(0 <= token < model.vocab_size for token in tokens),
+        f"tokens of a vocabulary of {model.vocab_size}",
         "serve the model that is trained",
     )
-    absent = sorted({*unused_ids.listed(unused)} & {*tokens})
+    absent = sorted({*unused_ids.listed(model.unused_ids)} & {*tokens})
     yield (
         not absent,
         f"tokens of the tokenizer, which has none of id {', '.join(map(str, absent))},"
         " as the request's logit_bias asks for",
         "serve with a version that takes logit_bias",
     )
+    if record:
+        # The last token is drawn, but not run.
+        run = len(request["prompt"]) + len(tokens) - 1
+        yield from routed_experts.required(choice, model=model, tokens=run)
 
 
 def _all(values: Any, *kinds: type) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 from rlhf_jax.checkpoints import hf, pretrained
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.samplers import routed_experts
 
 Params = Any
 USAGE = "python -m rlhf_jax.samplers.served MODEL FOLDER"
@@ -77,6 +78,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"--load-format safetensors --logprobs-mode processed_logprobs "
         f"--generation-config vllm"
     )
+    if start.model.experts is not None:
+        print(
+            f"for --routing-replay sampler: VLLM_USE_V2_MODEL_RUNNER=1 and "
+            f"{routed_experts.FLAG}"
+        )
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     hand_over   FOLDER/version-3 ──reload_weights──> server, prefix cache emptied
                 responses to fixed prompts: its log-probs against the trainer's
-    draw        a request for each row ──> token ids and log-probs
+    draw        a request for each row ──> token ids, log-probs, experts (R3)
 
 The server is vLLM's in its development mode (VLLM_SERVER_DEV_MODE=1), whose
 `/collective_rpc` reloads weights from a path. The server must be able to read that path
@@ -28,8 +28,15 @@ from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.devices.mesh_shape import ONE_DEVICE
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.experts import OWN
 from rlhf_jax.models.generation import decode
-from rlhf_jax.samplers import TIMEOUT, completions, served, weight_files
+from rlhf_jax.samplers import (
+    TIMEOUT,
+    completions,
+    routed_experts,
+    served,
+    weight_files,
+)
 from rlhf_jax.samplers.agreement import Agreement
 from rlhf_jax.samplers.connection import (
     Connection,
@@ -44,6 +51,8 @@ Params = Any
 Result = TypeVar("Result")
 CONNECTIONS = 64  # requests at a time
 HOW = "VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --logprobs-mode processed_logprobs"
+# Routed experts need the model runner V2, which vLLM does not choose everywhere.
+RECORDING = f"VLLM_USE_V2_MODEL_RUNNER=1 {HOW} {routed_experts.FLAG}"
 
 
 class ServerSampler(contextlib.AbstractContextManager[Any]):
@@ -62,7 +71,7 @@ class ServerSampler(contextlib.AbstractContextManager[Any]):
         retries: Retries | None = None,
         save: Callable[..., None] = served.save,
     ) -> None:
-        """Checks that the server has the model.
+        """Checks that the server has the model, and records experts to replay.
 
         Args:
           url: http://HOST:PORT.
@@ -80,7 +89,8 @@ class ServerSampler(contextlib.AbstractContextManager[Any]):
 
         Raises:
           InputError: the server does not answer or lacks the model, its context is
-            shorter than a response, or the folder is not writable.
+            shorter than a response, it returns no experts to replay, or the folder is
+            not writable.
         """
         checks.positive(timeout=timeout, tolerance=tolerance)
         self._recipe, self._save = recipe, save
@@ -88,7 +98,18 @@ class ServerSampler(contextlib.AbstractContextManager[Any]):
         mesh = ONE_DEVICE.make() if mesh is None else mesh
         self._agreement = Agreement(recipe, tolerance=tolerance, mesh=mesh)
         self._server = Connection(url, timeout=timeout)
-        self._model = self._served(model)
+        self._record = recipe.routing_record
+        self._how = HOW if self._record is None else RECORDING
+        try:
+            self._model = self._served(model)
+            if self._record is not None:  # refused now, before any weights are sent
+                prompt = np.asarray(self._agreement.prompts.tokens)[0, -1:]
+                self._respond(self._request(prompt, max_new_tokens=1, seed=0))
+        except ServerError as error:
+            raise InputError(
+                f"--sampler {error}. Expected an OpenAI-compatible server, with vLLM: "
+                f"{self._how}"
+            ) from error
         self._folder = weight_files.HandOverFolder(weights)
         # Concurrent requests, so that the server can batch them.
         self._threads = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="draws")
@@ -116,7 +137,7 @@ class ServerSampler(contextlib.AbstractContextManager[Any]):
                     raise
                 raise type(error)(
                     f"{error}. It was to reload the weights in {path}: serve this "
-                    f"model with {HOW}, where that folder can be read "
+                    f"model with {self._how}, where that folder can be read "
                     f"(weights= of --sampler), and see what it printed"
                 ) from error
         # Otherwise keys and values of the old weights would be reused for prompts.
@@ -153,7 +174,6 @@ class ServerSampler(contextlib.AbstractContextManager[Any]):
         self._folder.close()
 
     def _draw(self, prompts: Prompts, *, key: Array, max_new_tokens: int) -> Drawn:
-        recipe = self._recipe
         lengths = np.asarray(prompts.mask).sum(axis=1)
         if not lengths.all():
             raise InputError(
@@ -165,15 +185,7 @@ class ServerSampler(contextlib.AbstractContextManager[Any]):
             self._seeds(key, index=prompts.index, sample=prompts.sample)
         )
         requests = [
-            completions.request(
-                tokens[mask].tolist(),
-                model=self._model,
-                max_new_tokens=max_new_tokens,
-                temperature=recipe.temperature,
-                stop_ids=recipe.stop_ids,
-                seed=int(seed),
-                unused=recipe.model.unused_ids,
-            )
+            self._request(tokens[mask], max_new_tokens=max_new_tokens, seed=int(seed))
             for tokens, mask, seed in zip(
                 np.asarray(prompts.tokens), np.asarray(prompts.mask), seeds, strict=True
             )
@@ -182,16 +194,36 @@ class ServerSampler(contextlib.AbstractContextManager[Any]):
         self._retries(
             lambda: self._respond_to_rest(requests, responses), after=Overloaded
         )
-        rows = len(requests)
+        rows, before = prompts.tokens.shape
+        experts = None
+        if self._record is not None:
+            shape = rows, before + max_new_tokens, *self._record
+            experts = np.full(shape, OWN, np.int32)
         tokens = np.zeros((rows, max_new_tokens), np.int32)
         # Padded to R columns, so that the rollout's shape is fixed.
         logprobs = np.zeros((rows, max_new_tokens), np.float32)
-        lengths = np.zeros(rows, np.int32)
+        of_prompts, lengths = lengths, np.zeros(rows, np.int32)
         for row, response in responses.items():
             lengths[row] = size = len(response.tokens)
+            if experts is not None:
+                first = before - of_prompts[row]
+                experts[row, first : before + size - 1] = response.experts
             tokens[row, :size] = response.tokens
             logprobs[row, :size] = response.logprobs
-        return Drawn(tokens=tokens, sampler_logprobs=logprobs, lengths=lengths)
+        return Drawn(tokens, logprobs, lengths, experts=experts)
+
+    def _request(
+        self, prompt: np.ndarray, *, max_new_tokens: int, seed: int
+    ) -> dict[str, Any]:
+        return completions.request(
+            prompt.tolist(),
+            model=self._model,
+            max_new_tokens=max_new_tokens,
+            temperature=self._recipe.temperature,
+            stop_ids=self._recipe.stop_ids,
+            seed=seed,
+            unused=self._recipe.model.unused_ids,
+        )
 
     def _respond_to_rest(
         self,
@@ -229,21 +261,14 @@ class ServerSampler(contextlib.AbstractContextManager[Any]):
         return completions.response(
             answer,
             request=request,
-            vocab_size=self._recipe.model.vocab_size,
+            model=self._recipe.model,
             url=self._server.url,
-            unused=self._recipe.model.unused_ids,
+            record=self._record is not None,
         )
 
     def _served(self, name: str | None) -> str:
         """Returns the model's name at the server, and checks its context."""
-        try:
-            answer = self._server.get("/v1/models")
-        except ServerError as error:
-            raise InputError(
-                f"--sampler {error}. Expected the models of an OpenAI-compatible "
-                f"server, with vLLM: {HOW}"
-            ) from error
-        listed = answer.get("data")
+        listed = self._server.get("/v1/models").get("data")
         models = {
             model["id"]: model.get("max_model_len")
             for model in (listed if isinstance(listed, list) else [])

@@ -170,6 +170,60 @@ def test_rows_beyond_the_room_arrive_in_further_turns(
         )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["expert", "all"])
+def test_padding_on_eight_devices_is_that_on_one(name):
+    lengths = np.array([6, 1, 4, 0, 3, 6, 2, 5])
+    tokens = np.where(np.arange(6)[None] < lengths[:, None], TOKENS, -1)
+
+    def padded(params, tokens):
+        hidden, routing = decoder.hidden_and_routing(
+            params, model=MODEL, tokens=tokens, mask=tokens >= 0
+        )
+        hidden = jnp.where((tokens >= 0)[..., None], hidden, 0)
+        return 10 * (hidden**2).mean(), (hidden, routing.chosen, routing.load)
+
+    padded = jax.value_and_grad(padded, has_aux=True)
+    expected = jax.jit(padded)(params(), tokens)
+    assert expected[0][1][2].sum() == 2 * 2 * lengths.sum()  # layers, experts, tokens
+    function, (placed, _) = on(MESHES[name], padded)
+    rows = row_sharding.put_rows(tokens, mesh=MESHES[name].make())
+    assert_equal(function(placed, rows), expected)
+
+
+@pytest.mark.slow
+def test_padding_takes_no_room(monkeypatch):
+    """All tokens go to the first of eight devices, which has room for three.
+
+    Three rows are added to 21, so that every device has as many.
+    """
+    monkeypatch.setattr(dispatch, "LEAST", 1)
+    monkeypatch.setattr(dispatch, "ROOM", 1)
+    turns, summed = [], dispatch._summed
+
+    def counted(turn, count, *others):
+        jax.debug.callback(lambda n: turns.append(int(n)), count)
+        return summed(turn, count, *others)
+
+    monkeypatch.setattr(dispatch, "_summed", counted)
+    square = {"kernel": jnp.ones((8, 4, 4)) / 4}
+    weights = dict.fromkeys(("up", "gate", "down"), square)
+    mesh = MeshShape(expert=8).make()
+    run = jax.jit(sharding.on(mesh, mixture))
+    x, shares = jnp.ones((21, 4)), jnp.ones((21, 1))
+    chosen = np.zeros((21, 1), np.int32)
+    padded = np.where(np.arange(21)[:, None] < 18, 8, chosen)  # 8 is no expert
+    found = {}
+    for name, routing in {"all": chosen, "padded": padded}.items():
+        _, y = run(*sharding.place((x, shares, weights, routing), mesh=mesh))
+        jax.effects_barrier()
+        found[name] = {*turns}
+        turns.clear()
+        of_tokens = (np.asarray(y) != 0).all(axis=1)
+        np.testing.assert_array_equal(of_tokens, routing[:, 0] < 8)
+    assert found == {"all": {7}, "padded": {1}}
+
+
 def test_other_parameters_are_sharded_over_the_devices_of_experts():
     mesh = MeshShape(fsdp=2, expert=4).make()
     whole = jax.eval_shape(params.__wrapped__)  # a cache would keep tracers

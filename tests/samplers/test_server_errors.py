@@ -353,7 +353,7 @@ def test_what_is_refused_at_the_start(toy, url):
             lambda *_: {"data": [{"id": "a", "max_model_len": 3}]},
             "expected a context beyond the 3 tokens",
         ),
-        (lambda *_: (404, {}), "Expected the models of an OpenAI-compatible"),
+        (lambda *_: (404, {}), "Expected an OpenAI-compatible server, with vLLM"),
     ]:
         toy.change = change
         with pytest.raises(InputError, match=message):

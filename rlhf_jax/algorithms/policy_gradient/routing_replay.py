@@ -75,5 +75,6 @@ def recorded(
         )
     raise InputError(
         "routing_replay: expected a rollout with the experts that its sampler chose, "
-        "got one without; sample with the library's own decoder, or choose old"
+        "got one without; sample with the library's own decoder or with a server that "
+        "returns them, or choose old"
     )

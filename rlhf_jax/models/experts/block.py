@@ -8,7 +8,7 @@ and beside an MLP "scale" [E], and "scale" [D] of the router.
 
 `dispatch.py` multiplies the tokens of all experts in one product (`grouped.py`); no
 token is dropped, whatever the load. Experts to replay, and the recorded routing, go
-through Linen's collections:
+through Linen's collections, as do the tokens that are not padding:
 
     "replay"     experts: {"chosen": i32[B, S, k], "tokens": bool[B, S]}      input
     "routing"    experts: {"layer": (Routing,)}                               output
@@ -59,7 +59,7 @@ class Mixture(nn.Module):
       routed: [N, D], what the router reads; None is x.
 
     Returns:
-      [N, D] of x's dtype.
+      [N, D] of x's dtype; 0 for padding, which goes to no expert.
     """
 
     model: ModelConfig
@@ -71,12 +71,16 @@ class Mixture(nn.Module):
     def __call__(self, x: Array, routed: Array | None = None) -> Array:
         experts = self.model.experts
         assert experts is not None
-        chosen, shares = self._route(x if routed is None else routed, experts)
+        tokens = self._given("tokens")
+        routed = x if routed is None else routed
+        chosen, shares = self._route(routed, experts, tokens=tokens)
         model, width = self.model, self.model.expert_width
         if experts.beside_width is not None:
             ones = nn.initializers.ones
             scale = self.param("scale", ones, (experts.count,), jnp.float32)
             shares = shares * scale.astype(jnp.float32)[chosen]
+        if tokens is not None:
+            chosen = jnp.where(tokens[:, None], chosen, experts.count)
         widths = {
             "up": (x.shape[1], width, self.init_std),
             "gate": (x.shape[1], width, self.init_std),
@@ -100,17 +104,21 @@ class Mixture(nn.Module):
         between = jax.checkpoint(hidden, prevent_cse=model.unroll)
         return mixed(x, chosen, shares, weights=weights, gate=between)
 
-    def _route(self, x: Array, experts: Experts) -> tuple[Array, Array]:
+    def _route(
+        self, x: Array, experts: Experts, *, tokens: Array | None
+    ) -> tuple[Array, Array]:
         logits = Router(experts, name="router")(x)
-        replayed = tokens = None
-        if self.has_variable(REPLAY, "chosen"):
-            replayed = self.get_variable(REPLAY, "chosen").reshape(x.shape[0], -1)
-        if self.has_variable(REPLAY, "tokens"):
-            tokens = self.get_variable(REPLAY, "tokens").reshape(-1)
+        replayed = self._given("chosen")
         chosen, weights = routing.choose(logits, experts=experts, replayed=replayed)
-        if self.is_mutable_collection(ROUTING) and tokens is not None:
-            self.sow(ROUTING, "layer", routing.summed(logits, chosen, tokens=tokens))
+        if self.is_mutable_collection(ROUTING):
+            counted = jnp.ones(x.shape[:1], bool) if tokens is None else tokens
+            self.sow(ROUTING, "layer", routing.summed(logits, chosen, tokens=counted))
         return chosen, weights
+
+    def _given(self, name: str) -> Array | None:
+        """An input with a number, or k of them, per token, [N] or [N, k]."""
+        array = self.get_variable(REPLAY, name)
+        return None if array is None else array.reshape(-1, *array.shape[2:])
 
 
 class Router(nn.Module):

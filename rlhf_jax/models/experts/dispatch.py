@@ -46,6 +46,7 @@ def mixed(
     Args:
       x: floats[N, D].
       chosen, shares: i32[N, k] and f32[N, k], the experts of every token and their w_e.
+        Expert E is none: such a row is not multiplied or sent, and adds 0.
       weights: of all E experts, in x's dtype.
 
     Returns:
@@ -62,18 +63,10 @@ def mixed(
     expert = axes.EXPERT_AXIS if sizes.get(axes.EXPERT_AXIS, 1) > 1 else None
     tensor = axes.TENSOR_AXIS if sizes.get(axes.TENSOR_AXIS, 1) > 1 else None
     # The matrix of an adapter on the side of D is not sharded.
-    inward = {
-        "kernel": (None, tensor),
-        "bias": (tensor,),
-        "lora_a": (None, None),
-        "lora_b": (None, tensor),
-    }
-    outward = {
-        "kernel": (tensor, None),
-        "bias": (None,),
-        "lora_a": (tensor, None),
-        "lora_b": (None, None),
-    }
+    inward = {"kernel": (None, tensor), "bias": (tensor,)}
+    inward |= {"lora_a": (None, None), "lora_b": (None, tensor)}
+    outward = {"kernel": (tensor, None), "bias": (None,)}
+    outward |= {"lora_a": (tensor, None), "lora_b": (None, None)}
     specs = {
         name: {
             leaf: PartitionSpec(expert, *(outward if name == "down" else inward)[leaf])
@@ -97,10 +90,11 @@ def mixed(
         check_vma=False,
     )
 
-    def padded(array: Array) -> Array:
-        return jnp.pad(array, ((0, room), (0, 0)))
+    def padded(array: Array, value: int = 0) -> Array:
+        return jnp.pad(array, ((0, room), (0, 0)), constant_values=value)
 
-    y = split(padded(x), padded(chosen), padded(shares), weights)
+    none = weights["up"]["kernel"].shape[0]
+    y = split(padded(x), padded(chosen, none), padded(shares), weights)
     return y[: x.shape[0]]
 
 
@@ -129,7 +123,10 @@ def _of_device(
     load = Load(size, own * (1 - missed))
     compute = functools.partial(_experts, load=load, gate=gate, tensor=tensor)
     if expert is None:
-        rows = compute(x[order // chosen.shape[1]], group, sizes, weights)
+        # What is computed for rows of no group, and its gradient, has no meaning.
+        counted = (group < own)[:, None]
+        rows = jnp.where(counted, x[order // chosen.shape[1]], 0)
+        rows = jnp.where(counted, compute(rows, group, sizes, weights), 0)
         return _combined(rows, shares, order).astype(x.dtype)
     # Rows by device that sends them, device that receives them, and expert there.
     counts = jax.lax.all_gather(sizes.reshape(devices, own), expert)
@@ -148,7 +145,7 @@ def _combined(rows: Array, shares: Array, order: Array) -> Array:
 
 
 def _sizes(group: Array, count: int) -> Array:
-    """i32[count], rows of each group; `group` is sorted."""
+    """i32[count], rows of each group; `group` is sorted, and ends with `count`s."""
     numbers = jnp.arange(count, dtype=jnp.int32)
     ends = jnp.searchsorted(group, numbers, side="right").astype(jnp.int32)
     return jnp.diff(ends, prepend=jnp.zeros(1, jnp.int32))

@@ -81,17 +81,10 @@ def grouped_product(
     """
     if load is None:
         load = Load(x.shape[0], min(x.shape[0], w.shape[0]))
-
-    def blocks(x: Array, w: Array, sizes: Array) -> Array:
-        return _blocked(x, w, sizes, load)
-
-    def ragged(x: Array, w: Array, sizes: Array) -> Array:
-        return _ragged(x, w, sizes, load)
-
-    def own(x: Array, w: Array, sizes: Array) -> Array:
-        return _kernel(x, w, sizes, load)
-
-    return jax.lax.platform_dependent(x, w, sizes, cpu=blocks, cuda=own, default=ragged)
+    engines = {"cpu": _blocked, "cuda": _kernel, "default": _ragged}
+    return jax.lax.platform_dependent(
+        x, w, sizes, **{k: functools.partial(f, load=load) for k, f in engines.items()}
+    )
 
 
 def _block_size(rows: int, groups: int, *, blocks: tuple[int, ...] = BLOCKS) -> int:
@@ -170,14 +163,31 @@ def _of_weights(
     return _loop(meet, zeros, count=count, expected=load.turns(block))
 
 
-def _dot(x: Array, w: Array, sizes: Array, *, load: Load) -> Array:
+def _dot(
+    x: Array, w: Array, sizes: Array, *, load: Load, transposed: bool = False
+) -> Array:
     with jax.named_scope(load.scope):
-        return jax.lax.ragged_dot(x, w, sizes)
+        return jax.lax.ragged_dot(x, w.swapaxes(1, 2) if transposed else w, sizes)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
+def _bilinear(
+    function: Callable[..., Array], *, static: tuple[int, ...]
+) -> Callable[..., Array]:
+    """function(a, b, sizes, ...), linear in a and in b, with its derivative."""
+    own = jax.custom_jvp(function, nondiff_argnums=static)
+
+    @own.defjvp
+    def _(*arguments: Any) -> tuple[Array, Array]:
+        *options, (a, b, sizes), (da, db, _) = arguments
+        moved = own(da, b, sizes, *options) + own(a, db, sizes, *options)
+        return own(a, b, sizes, *options), moved
+
+    return own
+
+
+@functools.partial(_bilinear, static=(3, 4))
 def _visited_by_kernel(
-    x: Array, w: Array, sizes: Array, load: Load, transposed: bool
+    x: Array, w: Array, sizes: Array, load: Load, transposed: bool = False
 ) -> Array:
     # Imported here and below: dense models need no Pallas.
     from rlhf_jax.models.experts import kernels
@@ -192,7 +202,7 @@ def _visited_by_kernel(
         )
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+@functools.partial(_bilinear, static=(3,))
 def _of_weights_by_kernel(x: Array, gradient: Array, sizes: Array, load: Load) -> Array:
     from rlhf_jax.models.experts import kernels
 
@@ -201,77 +211,40 @@ def _of_weights_by_kernel(x: Array, gradient: Array, sizes: Array, load: Load) -
         return kernels.of_weights(x, gradient, end - sizes, end)
 
 
-# Both are linear in each of their two arrays.
-@_visited_by_kernel.defjvp
-def _visited_by_kernel_jvp(
-    load: Load, transposed: bool, at: Any, along: Any
-) -> tuple[Array, Array]:
-    (x, w, sizes), (dx, dw, _) = at, along
-    run = functools.partial(_visited_by_kernel, load=load, transposed=transposed)
-    return run(x, w, sizes), run(dx, w, sizes) + run(x, dw, sizes)
+class Engine(NamedTuple):
+    """The product of rows with matrices, and the gradient of the matrices."""
+
+    product: Callable[..., Array]  # also with transposed matrices
+    of_weights: Callable[..., Array]
 
 
-@_of_weights_by_kernel.defjvp
-def _of_weights_by_kernel_jvp(load: Load, at: Any, along: Any) -> tuple[Array, Array]:
-    (x, gradient, sizes), (dx, dgradient, _) = at, along
-    run = functools.partial(_of_weights_by_kernel, load=load)
-    moved = run(dx, gradient, sizes) + run(x, dgradient, sizes)
-    return run(x, gradient, sizes), moved
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 4))
+def _with(engine: Engine, x: Array, w: Array, sizes: Array, load: Load) -> Array:
+    return engine.product(x, w, sizes, load=load)
 
 
-def _kernel_backward(
-    load: Load, residuals: Any, gradient: Array
+def _forward(
+    engine: Engine, x: Array, w: Array, sizes: Array, load: Load
+) -> tuple[Array, tuple[Array, Array, Array]]:
+    # Not `_with`, which has no derivative along a direction.
+    return engine.product(x, w, sizes, load=load), (x, w, sizes)
+
+
+def _backward(
+    engine: Engine, load: Load, residuals: Any, gradient: Array
 ) -> tuple[Array, Array, None]:
     x, w, sizes = residuals
-    of_x = _visited_by_kernel(gradient, w, sizes, load, True)
-    return of_x, _of_weights_by_kernel(x, gradient, sizes, load), None
-
-
-def _blocked_backward(
-    load: Load, residuals: Any, gradient: Array
-) -> tuple[Array, Array, None]:
-    x, w, sizes = residuals
-    of_x = _visited(gradient, w, sizes, load=load, transposed=True)
-    of_w = _of_weights(x, gradient, sizes, load=load, blocks=BLOCKS)
+    of_x = engine.product(gradient, w, sizes, load=load, transposed=True)
+    of_w = engine.of_weights(x, gradient, sizes, load=load)
     return of_x, of_w.astype(w.dtype), None
 
 
-def _ragged_backward(
-    load: Load, residuals: Any, gradient: Array
-) -> tuple[Array, Array, None]:
-    x, w, sizes = residuals
-    of_x = _dot(gradient, w.swapaxes(1, 2), sizes, load=load)
-    of_w = _of_weights(x, gradient, sizes, load=load, blocks=LARGE)
-    return of_x, of_w.astype(w.dtype), None
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _blocked(x: Array, w: Array, sizes: Array, load: Load) -> Array:
-    return _visited(x, w, sizes, load=load)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _ragged(x: Array, w: Array, sizes: Array, load: Load) -> Array:
-    return _dot(x, w, sizes, load=load)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _kernel(x: Array, w: Array, sizes: Array, load: Load) -> Array:
-    return _visited_by_kernel(x, w, sizes, load, False)
-
-
-_kernel.defvjp(
-    lambda x, w, sizes, load: (
-        _visited_by_kernel(x, w, sizes, load, False),
-        (x, w, sizes),
-    ),
-    _kernel_backward,
-)
-_blocked.defvjp(
-    lambda x, w, sizes, load: (_visited(x, w, sizes, load=load), (x, w, sizes)),
-    _blocked_backward,
-)
-_ragged.defvjp(
-    lambda x, w, sizes, load: (_dot(x, w, sizes, load=load), (x, w, sizes)),
-    _ragged_backward,
+_with.defvjp(_forward, _backward)
+_blocked, _ragged, _kernel = (
+    functools.partial(_with, Engine(product, of_weights))
+    for product, of_weights in (
+        (_visited, functools.partial(_of_weights, blocks=BLOCKS)),
+        (_dot, functools.partial(_of_weights, blocks=LARGE)),
+        (_visited_by_kernel, _of_weights_by_kernel),
+    )
 )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import flax.struct
 import jax
@@ -23,7 +23,8 @@ NAME = "experts"  # of the mixture's module in a block
 class Routing:
     """The decisions of the routers of all L layers, each token to k of E experts."""
 
-    chosen: Array  # i32[L, ..., k], experts by decreasing probability
+    # i32[L, ..., k], experts by decreasing probability; `OWN` at padding.
+    chosen: Array
     # Sums over tokens that are not padding.
     entropy: Array  # f32[L], nats, of the router's distribution
     probability: Array  # f32[L, E], of the router's distribution
@@ -31,20 +32,20 @@ class Routing:
     tokens: Array  # f32[L], number of tokens
 
 
-class Given(NamedTuple):
-    """Experts that a forward pass replays, and whether it records its routing."""
+@flax.struct.dataclass
+class Given:
+    """What a forward pass tells its mixtures about the tokens."""
 
-    # i32[L, B, S, k], or [B, S, k] of one layer; None lets the routers choose.
-    chosen: Array | None = None
-    # bool[B, S], False at padding: records the routing of these tokens; None records
-    # nothing.
+    # bool[B, S], False at padding, which goes to no expert; None: all are tokens.
     tokens: Array | None = None
+    # i32[L, B, S, k], or [B, S, k] of one layer, experts to replay; None lets the
+    # routers choose.
+    chosen: Array | None = None
+    record: bool = flax.struct.field(pytree_node=False, default=False)
 
-    def of_layer(self, number: int) -> Given:
-        """The part of one layer, from 0."""
-        return self._replace(
-            chosen=None if self.chosen is None else self.chosen[number]
-        )
+    def replaying(self, chosen: Array | None) -> Given:
+        """With the experts to replay in one layer."""
+        return dataclasses.replace(self, chosen=chosen)
 
 
 NOTHING = Given()
@@ -94,7 +95,7 @@ def summed(logits: Array, chosen: Array, *, tokens: Array) -> Routing:
     counted = tokens[:, None]
     load = jax.nn.one_hot(chosen, logits.shape[1], dtype=jnp.float32).sum(axis=1)
     return Routing(
-        chosen=chosen,
+        chosen=jnp.where(counted, chosen, OWN),
         entropy=-jnp.where(counted, probability * logprobs, 0.0).sum(),
         probability=jnp.where(counted, probability, 0.0).sum(axis=0),
         load=jnp.where(counted, load, 0.0).sum(axis=0),

@@ -119,8 +119,6 @@ def respond(
             columns=None if paged else ring,
             end=column,
         )
-        if experts is not None:
-            experts = jnp.where(mask[..., None, None], experts, OWN)
         state = Places(
             responses=none(row.shape[0], max_new_tokens, experts=experts),
             row=row,
@@ -162,6 +160,7 @@ def respond(
             draw=draw,
             keys=keys_of(state),
             number=lengths,
+            going=going,
         )
         state = dataclasses.replace(state, attend=attend, caches=caches)
         state = recorded(state, drawn, going=going)

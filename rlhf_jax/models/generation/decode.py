@@ -236,7 +236,6 @@ def start(
         logits.append(last)
         caches.append(cache)
         if chosen is not None:
-            chosen = jnp.where(mask[..., None, None], chosen, OWN)
             room_of = ((0, 0), (0, max_new_tokens), (0, 0), (0, 0))
             experts = jnp.pad(chosen, room_of, constant_values=OWN)
     state = Decoding(
@@ -297,6 +296,7 @@ def finish(
             draw=draw,
             keys=keys,
             number=state.step,
+            going=~state.finished,
         )
         return recorded(dataclasses.replace(state, caches=caches), drawn)
 
@@ -328,9 +328,9 @@ def recorded(state: Decoding, drawn: Drawn) -> Decoding:
 
     so_far, experts = state.generated, state.generated.experts
     if experts is not None and drawn.experts is not None:
-        # The experts are those of the token before, which was run to draw this one.
-        kept = jnp.where(alive[:, None, None], drawn.experts, OWN)[:, None]
-        experts = jax.lax.dynamic_update_slice_in_dim(experts, kept, column - 1, axis=1)
+        # Of the token before, which was run to draw this one; `OWN` in finished rows.
+        ran = drawn.experts[:, None]
+        experts = jax.lax.dynamic_update_slice_in_dim(experts, ran, column - 1, axis=1)
     return dataclasses.replace(
         state,
         generated=Generated(

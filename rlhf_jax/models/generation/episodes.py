@@ -73,6 +73,7 @@ def read(
         attend=_seen(at, length, columns=tokens.shape[1], model=model),
         caches=episode_places.begun(of.caches, arrivals.begins),
         column=cached,
+        going=at < length[:, None],
         record=of.experts is not None,
     )
     last = jnp.maximum(length - 1 - cached, 0)
@@ -155,6 +156,7 @@ def advance(
             draw=draw,
             keys=state.keys,
             number=state.length - state.prompt,
+            going=state.drawing,
         )
         chosen = None if drawn.experts is None else drawn.experts[:, None]
         state = dataclasses.replace(

@@ -356,6 +356,7 @@ def step(
     draw: Draw,
     keys: Array,
     number: Array,
+    going: Array,
 ) -> tuple[Drawn, tuple[Caches, ...]]:
     """Runs the token that every row drew last, and draws the next.
 
@@ -364,6 +365,7 @@ def step(
       tokens, positions: i32[B], these tokens and the number of tokens before each.
       attend, column: as in `decode_step`.
       draw, keys, number: as in `Draw.__call__`.
+      going: bool[B], False for rows whose draw has no use.
     """
     logits, updated, experts = [], [], None
     for decoding, cache in zip(decoders, caches, strict=True):
@@ -377,6 +379,7 @@ def step(
             attend=attend,
             caches=cache,
             column=column,
+            going=going[:, None],
             record=record,
         )
         logits.append(decoder.logits(params, hidden[:, 0], model=model, spread=True))

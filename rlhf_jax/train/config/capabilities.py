@@ -71,11 +71,6 @@ def _centred(c: Config) -> dict[str, bool]:
     return {"--surrogate centred": c.method.recorded_top_k is not None}
 
 
-def _replays_sampler(c: Config) -> bool:
-    replay = c.method.routing_replay
-    return replay is not None and replay.source == "sampler"
-
-
 def _of_critic(c: Config, *, own: bool = False, apart: bool = False) -> dict[str, bool]:
     start = POLICY if c.critic is None else c.critic.start
     return {
@@ -158,7 +153,6 @@ CHOICES: Mapping[str, Callable[[Config], Mapping[str, bool]]] = {
         "--fixed-length": c.method.fixed_length is not None,
         # A server returns no entropy; -log μ of the drawn token would choose by chance.
         "--token-choice top_entropy": isinstance(c.method.token_choice, TopEntropy),
-        "--routing-replay sampler": _replays_sampler(c),
     },
     "how prompts are written": lambda c: {
         str(c.data.writing_option): c.data.writing_option is not None,
@@ -269,7 +263,7 @@ TABLE: Mapping[tuple[str, str], str] = {
     ),
     ("server", "known to the decoder"): (
         "a server chooses which rows it runs together and where they end, and returns "
-        "neither entropies nor experts"
+        "no entropies"
     ),
     ("environment", "how prompts are written"): "it writes its prompts from the rows",
     ("environment", "decoder options"): (

@@ -110,10 +110,7 @@ def test_the_table_is_short_and_every_row_has_a_command_line():
         ("grpo --routing-replay sampler --sampler process", None),
         ("ppo --routing-replay sampler --environment rooms", None),
         ("grpo --routing-replay sampler --baseline greedy", None),
-        (
-            "grpo --routing-replay sampler --sampler http://localhost:1,model=m",
-            ("server", "known to the decoder"),
-        ),
+        ("grpo --routing-replay sampler --sampler http://localhost:1,model=m", None),
         ("ppo --routing-replay old --sampler http://localhost:1,model=m", None),
         ("ppo --routing-replay old --environment rooms", None),
         ("grpo --baseline greedy --sampler process", ("draws beside", "mixture apart")),
