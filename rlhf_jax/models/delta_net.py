@@ -11,7 +11,7 @@ projections wrote, in the compute dtype, and what the block before left. So floa
 numbers and the [C, C] factors of chunks stay in a chip's own memory, and a gradient
 keeps the states between blocks alone.
 
-    columns    0 ··· 255   256 ··· 511   512 ···
+    columns    0 ··· 255   256 ··· 511   512 ···         one row per device
     blocks     ─────────→  ───────────→  ──────→     memory, inputs of convolutions
 
 Source: Yang et al. 2024, arXiv:2412.06464, section 3.3.
@@ -27,7 +27,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models import delta_rule
+from rlhf_jax.models import axes, delta_rule
 from rlhf_jax.models.blocks import Linear, residual_std
 from rlhf_jax.models.caches import DeltaState, blank_state
 from rlhf_jax.models.config import ModelConfig
@@ -35,7 +35,7 @@ from rlhf_jax.models.delta_rule import CHUNK, Tokens
 from rlhf_jax.models.positions import AttentionMask
 
 Array = jax.Array
-BLOCK = 256  # columns whose float32 numbers are in memory at a time
+BLOCK = 256  # tokens of a device whose float32 numbers are in memory at a time
 
 
 class Inputs(NamedTuple):
@@ -111,10 +111,17 @@ def _mixed(
         since = inputs.texts - before.texts[:, -1:]
         y, memory = delta_rule.chunked(tokens, before.memory, texts=since)
     variance = jnp.square(y).mean(axis=-1, keepdims=True)
-    y = y * jax.lax.rsqrt(variance + model.norm_eps) * weights.norm_scale[None, None]
+    y = y * jax.lax.rsqrt(variance + model.norm_eps)
+    y = y * weights.norm_scale[None, None, None]
     y = y * nn.silu(inputs.gate.astype(jnp.float32).reshape(y.shape))
     y = y.reshape(inputs.gate.shape).astype(inputs.gate.dtype)
     return Before(memory, tails, texts[:, columns:]), y
+
+
+def block_columns(rows: int) -> int:
+    """Columns of a block, of `rows` rows that the mesh that is set shares."""
+    own = rows // axes.row_devices(rows)
+    return max(BLOCK // max(own, 1), CHUNK)
 
 
 def _in_blocks(
@@ -130,7 +137,7 @@ def _in_blocks(
     the factors of chunks are never in memory for more than a block.
     """
     rows, columns = inputs.live.shape
-    count = -(-columns // BLOCK)
+    count = -(-columns // block_columns(rows))
     if count == 1:
         return jax.checkpoint(mixed, prevent_cse=model.unroll)(before, inputs)
     size = CHUNK * -(-columns // (count * CHUNK))

@@ -186,7 +186,7 @@ def test_layers_one_by_one_and_in_periods(options):
     )
 
 
-@pytest.mark.parametrize("block", [64, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("block", [128, pytest.param(256, marks=pytest.mark.slow)])
 def test_blocks_of_columns_are_one_block(monkeypatch, block):
     """Blocks end within texts, between texts, and within a convolution's window."""
     model, (rows, columns) = tiny.HYBRID, (2, 200)
@@ -210,8 +210,9 @@ def test_blocks_of_columns_are_one_block(monkeypatch, block):
         run = jax.value_and_grad(total, (0, 1), has_aux=True)
         return toys.jit(lambda *args: run(*args))(params, x)
 
+    monkeypatch.setattr(delta_net, "BLOCK", rows * columns)
     expected = outputs()
-    monkeypatch.setattr(delta_net, "BLOCK", block)
+    monkeypatch.setattr(delta_net, "BLOCK", block)  # tokens of both rows
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, atol=2e-5), outputs(), expected
     )
