@@ -102,16 +102,17 @@ PARAMETERS: dict[tuple[str, ...], Names] = {
     **_linear(
         ("delta_net",),
         {
-            **dict.fromkeys(("query", "key", "value", "gate"), ("embed", "heads")),
-            **dict.fromkeys(("beta", "decay"), ("embed", None)),  # one number per head
+            **dict.fromkeys(
+                ("query", "key", "value", "gate", "beta", "decay"), ("embed", "heads")
+            ),
             "output": ("heads", "embed"),
         },
     ),
     ("delta_net", "query_taps"): ("layers", None, "heads"),
     ("delta_net", "key_taps"): ("layers", None, "heads"),
     ("delta_net", "value_taps"): ("layers", None, "heads"),
-    ("delta_net", "log_rate"): ("layers", None),
-    ("delta_net", "decay_bias"): ("layers", None),
+    ("delta_net", "log_rate"): ("layers", "heads"),
+    ("delta_net", "decay_bias"): ("layers", "heads"),
     ("delta_net", "norm_scale"): ("layers", None),
     **_linear(("per_layer",), {"gate": ("embed", None), "output": (None, "embed")}),
     ("layers", "layer_scale"): ("layers", None),
@@ -207,19 +208,22 @@ def beside_kernel(leaf: Array, path: tuple[str, ...]) -> Array:
         query, key, value, gate, up    (x A) B_s        A whole: no exchange
         output, down                   (x_s A_s) B      one sum, shared with x_s W_s
         router                         x W              W whole: no exchange
+        embeddings of each layer       x W              W whole: no exchange
 
     Args:
-      leaf: [in, r] or [r, out] of an adapter, or [D, E] of a router. Other parameters
-        are returned unchanged, and so are all of them on a mesh where another axis
-        shards parameters.
+      leaf: [in, r] or [r, out] of an adapter, [D, E] of a router, or a matrix of
+        `per_layer.py`. Other parameters are returned unchanged, and so are all of them
+        on a mesh where another axis shards parameters.
       path: such as ("attention", "query", "lora_a").
     """
     names, sizes = of(path), _auto_axes()
     shared = {axis for axis, size in sizes.items() if size > 1} - COPIES
     few = path[-1] in LORA or path[-2:] == ("router", "weight")
+    few |= path[0] in ("per_layer", "per_layer_mix")
     if not few or names is None or shared != {VOCABULARY_AXIS}:
         return leaf
-    at = (None if name in (None, "embed") else VOCABULARY_AXIS for name in names[1:])
+    names = names[-leaf.ndim :]  # without "layers"
+    at = (None if name in (None, "embed") else VOCABULARY_AXIS for name in names)
     return jax.lax.with_sharding_constraint(leaf, PartitionSpec(*at))
 
 

@@ -50,7 +50,9 @@ def params_to_decode(params: Params, *, model: ModelConfig) -> Params:
     table, name = ("embed", "tokens") if model.tied_head else ("head", "kernel")
     mix = params["embed"].get("per_layer_mix")
     if mix is not None and not leaves.is_stored(mix["kernel"]):
-        mix = {**mix, "kernel": mix["kernel"].astype(model.dtype)}
+        kernel = mix["kernel"].astype(model.dtype)
+        kernel = axes.beside_kernel(kernel, ("per_layer_mix", "kernel"))
+        mix = {**mix, "kernel": kernel}
         params = {**params, "embed": {**params["embed"], "per_layer_mix": mix}}
     head = params[table][name]
     if leaves.is_stored(head):

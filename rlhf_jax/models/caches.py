@@ -52,7 +52,7 @@ class DeltaState:
     memory: Array  # f32[B, H, key_dim, value_dim]
     # The last conv_width - 1 inputs of the convolutions of query, key and value,
     # [B, conv_width - 1, width of the projection], in the compute dtype.
-    tails: tuple[Array, Array, Array]
+    tails: tuple[Array, ...]
 
 
 Kept = Cached | DeltaState | tuple[()]  # of one layer; () if it reads another's

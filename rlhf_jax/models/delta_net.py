@@ -1,207 +1,182 @@
-"""Gated DeltaNet: a layer whose memory of the text is one matrix per head.
+"""Gated DeltaNet: a layer that remembers the text in one matrix per head.
 
-    S ← α_t S,   S ← S + k_t (β_t (v_t - Sᵀ k_t))ᵀ,   o_t = Sᵀ q_t
+    q, k, v    = silu(convolution of each channel (projection x))
+    q, k       ← q / |q| / √key_dim, k / |k|
+    α, β       = exp(-rate · softplus(decay x + bias)), sigmoid(beta x)
+    o          = `delta_rule` of q, k, v, α and β
+    y          = output(norm(o) · silu(gate x))
 
-S is f32[key_dim, value_dim] and 0 where a text begins; k_t has length 1, and q_t length
-1/√key_dim. α_t = exp(-rate · softplus(decay_t)) is the decay, and β_t = sigmoid(beta_t)
-the share of S at k_t that v_t replaces. Query, key and value are a projection, a causal
-convolution of each channel, and silu; o_t is normed, multiplied by silu of a gate, and
-projected. G value heads share the query and key of a key head.
+All between the projections runs a block of columns at a time: a block reads what the
+projections wrote, in the compute dtype, and what the block before left. So float32
+numbers and the [C, C] factors of chunks stay in a chip's own memory, and a gradient
+keeps the states between blocks alone.
 
-`step` computes this recurrence for one decoded token; `chunked` computes whole rows, C
-tokens at a time. Within a chunk, with γ_t the product of α from the chunk's start to t,
+    columns    0 ··· 255   256 ··· 511   512 ···         one row per device
+    blocks     ─────────→  ───────────→  ──────→     memory, inputs of convolutions
 
-    Δ = (I + L)⁻¹ (β v - β γ k S),   L_ij = β_i (γ_i/γ_j) k_i·k_j where j < i
-    o_i = γ_i q_i S + Σ_{j ≤ i} (γ_i/γ_j) q_i·k_j Δ_j
-    S  ← γ_C S + Σ_j (γ_C/γ_j) k_j Δ_jᵀ
-
-Texts are numbered along a row; 0 is the text of the initial state. A token sees only
-the tokens of its own text, and S only if S is of its text. Padding has α = 1 and
-β = 0, which leaves S unchanged.
-
-Source: Yang et al. 2024, arXiv:2412.06464, eq. 10 and section 3.3.
+Source: Yang et al. 2024, arXiv:2412.06464, section 3.3.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models.blocks import Linear, rematerialised, residual_std
+from rlhf_jax.models import axes, delta_rule
+from rlhf_jax.models.blocks import Linear, residual_std
 from rlhf_jax.models.caches import DeltaState, blank_state
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.delta_rule import CHUNK, Tokens
 from rlhf_jax.models.positions import AttentionMask
 
 Array = jax.Array
-CHUNK = 64  # tokens at a time, a power of two
-# A TPU would otherwise round the factors to bfloat16.
-PRECISION = jax.lax.Precision.HIGHEST
+BLOCK = 256  # tokens of a device whose float32 numbers are in memory at a time
 
 
-class Tokens(NamedTuple):
-    """Inputs of the recurrence, in float32."""
+class Inputs(NamedTuple):
+    """What a layer computes of each column by itself, in the compute dtype."""
 
-    query: Array  # [B, T, K, key_dim]
-    key: Array  # [B, T, K, key_dim]
-    value: Array  # [B, T, H, value_dim]
-    log_decay: Array  # [B, T, H], log α <= 0
-    beta: Array  # [B, T, H], 0 to 1
+    query: Array  # [B, T, K·key_dim], before the convolution
+    key: Array  # [B, T, K·key_dim]
+    value: Array  # [B, T, H·value_dim]
+    gate: Array  # [B, T, H·value_dim]
+    decay: Array  # [B, T, H]
+    beta: Array  # [B, T, H]
+    live: Array  # bool[B, T], True at tokens
+    texts: Array  # i32[B, T], as in `delta_rule.chunked`
 
 
-def step(tokens: Tokens, memory: Array) -> tuple[Array, Array]:
-    """One step of the recurrence, for one token of every row.
+class Weights(NamedTuple):
+    """The parameters of a layer that are no projections, in float32."""
 
-    Args:
-      tokens: as above, without the dimension T.
-      memory: f32[B, H, key_dim, value_dim].
+    taps: tuple[Array, ...]  # [W, width] of query, key and value
+    log_rate: Array  # [H]
+    decay_bias: Array  # [H]
+    norm_scale: Array  # [value_dim]
 
-    Returns:
-      o f32[B, H, value_dim] and the memory after the token. The gradient reaches tokens
-      and memory.
+
+class Before(NamedTuple):
+    """What the columns of a block read of those before it."""
+
+    memory: Array  # f32[B, H, key_dim, value_dim], of the text of the last column
+    tails: tuple[Array, ...]  # [B, W - 1, width], inputs of the convolutions
+    texts: Array  # i32[B, W - 1]
+
+
+def _mixed(
+    before: Before,
+    inputs: Inputs,
+    weights: Weights,
+    *,
+    model: ModelConfig,
+    one_token: bool = False,
+) -> tuple[Before, Array]:
+    """What columns write for the projection `output`, [B, T, H·value_dim].
+
+    Also returns what the next block reads.
     """
-    groups = tokens.value.shape[1] // tokens.key.shape[1]
-    query, key = (jnp.repeat(x, groups, axis=1) for x in (tokens.query, tokens.key))
-    memory = memory * jnp.exp(tokens.log_decay)[..., None, None]
-    # Sums instead of matrix products: a row's result does not depend on other rows.
-    recalled = (memory * key[..., None]).sum(axis=-2)
-    change = tokens.beta[..., None] * (tokens.value - recalled)
-    memory = memory + key[..., None] * change[..., None, :]
-    return (memory * query[..., None]).sum(axis=-2), memory
+    shape = model.delta_net
+    assert shape is not None
+    (rows, columns), live = inputs.live.shape, inputs.live[..., None]
+    texts = jnp.concatenate([before.texts, inputs.texts], axis=1)
 
+    def heads(x: Array, tail: Array, taps: Array, count: int) -> tuple[Array, Array]:
+        x = jnp.concatenate([tail, jnp.where(live, x, jnp.zeros_like(x))], axis=1)
+        y = convolved(x, taps, texts=texts).astype(x.dtype).astype(jnp.float32)
+        return y.reshape(rows, columns, count, -1), x[:, columns:]
 
-def chunked(
-    tokens: Tokens, memory: Array, *, texts: Array, chunk: int = CHUNK
-) -> tuple[Array, Array]:
-    """Whole rows, a chunk at a time; equal to `step` on every token up to rounding.
-
-    Args:
-      memory: f32[B, H, key_dim, value_dim], of text 0.
-      texts: i32[B, T], the number of a token's text, non-decreasing; padding has the
-        number of the text before it.
-      chunk: C, a power of two.
-
-    Returns:
-      o f32[B, T, H, value_dim] and the memory after the last text. The gradient reaches
-      tokens and memory.
-    """
-    rows, columns, heads, _ = tokens.value.shape
-    key_heads = tokens.key.shape[2]
-    room = -columns % chunk
-    texts = jnp.pad(texts, ((0, 0), (0, room)), mode="edge")
-    texts = texts.reshape(rows, -1, chunk)
-
-    def chunks(x: Array, *by_head: int) -> Array:
-        """[B, N, *by_head, C, ...] of [B, T, heads, ...]."""
-        x = jnp.pad(x, ((0, 0), (0, room), *((0, 0),) * (x.ndim - 2)))
-        x = x.reshape(rows, -1, chunk, *by_head, *x.shape[3:])
-        return jnp.moveaxis(x, 2, 2 + len(by_head))
-
-    of_values = key_heads, heads // key_heads  # K and G
-    query, key = (chunks(x, key_heads) for x in (tokens.query, tokens.key))
-    value = chunks(tokens.value, *of_values)
-    beta = chunks(tokens.beta, *of_values)
-    passed = jnp.cumsum(chunks(tokens.log_decay, *of_values), axis=-1)  # log γ
-    before = jnp.pad(texts[:, :-1, -1], ((0, 0), (1, 0)))
-    row, column = (
-        x.reshape(1, 1, 1, 1, chunk, chunk) for x in jnp.indices((chunk,) * 2)
+    counts = shape.num_key_heads, shape.num_key_heads, shape.num_value_heads
+    of_each = inputs[:3], before.tails, weights.taps, counts
+    (query, key, value), tails = zip(*map(heads, *of_each), strict=True)
+    decay = inputs.decay.astype(jnp.float32) + weights.decay_bias[None, None]
+    log_decay = -jnp.exp(weights.log_rate)[None, None] * nn.softplus(decay)
+    tokens = Tokens(
+        query=_unit(query) * shape.key_dim**-0.5,
+        key=_unit(key),
+        value=value,
+        log_decay=jnp.where(live, log_decay, 0.0),
+        beta=jnp.where(live, nn.sigmoid(inputs.beta.astype(jnp.float32)), 0.0),
     )
-    same = texts[..., :, None] == texts[..., None, :]
-    sees = same[:, :, None, None] & (row >= column)
-    # Masked before `exp`, which would overflow to the right of the diagonal.
-    between = passed[..., None] - passed[..., None, :]
-    between = jnp.where(sees, jnp.exp(jnp.where(sees, between, 0.0)), 0.0)
-    goes_on = (texts == before[..., None])[:, :, None, None]
-    since = jnp.where(goes_on, jnp.exp(passed), 0.0)
-
-    def product(equation: str, *factors: Array) -> Array:
-        return jnp.einsum(equation, *factors, precision=PRECISION)
-
-    similar = product("bnkid,bnkjd->bnkij", key, key)[:, :, :, None]
-    attends = product("bnkid,bnkjd->bnkij", query, key)[:, :, :, None] * between
-    below = jnp.where(row > column, beta[..., None] * between * similar, 0.0)
-    inverse = _inverse(below)
-    written = product("bnkgij,bnkgjv->bnkgiv", inverse, beta[..., None] * value)
-    recalling = product("bnkgij,bnkgj,bnkjd->bnkgid", inverse, beta * since, key)
-
-    def one_chunk(memory: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
-        written, recalling, attends, since, to_end, query, key = chunk
-        change = written - product("bkgid,bkgdv->bkgiv", recalling, memory)
-        output = since[..., None] * product("bkid,bkgdv->bkgiv", query, memory)
-        output = output + product("bkgij,bkgjv->bkgiv", attends, change)
-        memory = since[..., -1, None, None] * memory
-        memory = memory + product("bkgj,bkjd,bkgjv->bkgdv", to_end, key, change)
-        return memory, output
-
-    by_chunk = written, recalling, attends, since, between[..., -1, :], query, key
-    shape = memory.shape
-    memory, outputs = jax.lax.scan(
-        one_chunk,
-        memory.reshape(rows, *of_values, *shape[2:]),
-        jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), by_chunk),
-    )
-    # [N, B, K, G, C, value_dim]
-    outputs = jnp.moveaxis(outputs, (0, 4), (1, 2)).reshape(rows, -1, heads, shape[-1])
-    return outputs[:, :columns], memory.reshape(shape)
+    if one_token:
+        y, memory = delta_rule.step(
+            Tokens(*(part[:, 0] for part in tokens)), before.memory
+        )
+        y = y[:, None]
+    else:
+        since = inputs.texts - before.texts[:, -1:]
+        y, memory = delta_rule.chunked(tokens, before.memory, texts=since)
+    variance = jnp.square(y).mean(axis=-1, keepdims=True)
+    y = y * jax.lax.rsqrt(variance + model.norm_eps)
+    y = y * weights.norm_scale[None, None, None]
+    y = y * nn.silu(inputs.gate.astype(jnp.float32).reshape(y.shape))
+    y = y.reshape(inputs.gate.shape).astype(inputs.gate.dtype)
+    return Before(memory, tails, texts[:, columns:]), y
 
 
-@jax.custom_jvp
-def _inverse(below: Array) -> Array:
-    """(I + L)⁻¹ of a strictly lower triangular L, f32[..., C, C], by block doubling.
+def block_columns(rows: int) -> int:
+    """Columns of a block, of `rows` rows that the mesh that is set shares."""
+    own = rows // axes.row_devices(rows)
+    return max(BLOCK // max(own, 1), CHUNK)
 
-    From the inverted diagonal blocks X of size s, those of size 2 s are
 
-        [X₁  0]⁻¹     [X₁           0 ]
-        [L   X₂]   =  [-X₂ L X₁     X₂]
+def _in_blocks(
+    mixed: Callable[[Before, Inputs], tuple[Before, Array]],
+    before: Before,
+    inputs: Inputs,
+    *,
+    model: ModelConfig,
+) -> tuple[Before, Array]:
+    """`mixed` of whole rows, a block of columns at a time.
 
-    A power series of L would lose precision: its terms are far larger than their sum.
+    A gradient keeps what the blocks read and recomputes the rest, so that float32 and
+    the factors of chunks are never in memory for more than a block.
     """
-    size = below.shape[-1]
-    inverse = jnp.broadcast_to(jnp.eye(size, dtype=below.dtype), below.shape)
-    shape = *(1,) * (below.ndim - 2), size, size
-    row, column = (x.reshape(shape) for x in jnp.indices((size, size)))
-    half = 1
-    while half < size:
-        corner = row // (2 * half) == column // (2 * half)
-        corner &= row // half > column // half
-        left = jnp.matmul(inverse, jnp.where(corner, below, 0.0), precision=PRECISION)
-        inverse = inverse - jnp.matmul(left, inverse, precision=PRECISION)
-        half *= 2
-    return inverse
+    rows, columns = inputs.live.shape
+    count = -(-columns // block_columns(rows))
+    if count == 1:
+        return jax.checkpoint(mixed, prevent_cse=model.unroll)(before, inputs)
+    size = CHUNK * -(-columns // (count * CHUNK))
+    room = count * size - columns
+
+    def split(x: Array, mode: str = "constant") -> Array:
+        """[blocks, B, columns of a block, ...]."""
+        x = jnp.pad(x, ((0, 0), (0, room), *((0, 0),) * (x.ndim - 2)), mode=mode)
+        return jnp.moveaxis(x.reshape(rows, count, size, *x.shape[2:]), 1, 0)
+
+    blocks = jax.tree.map(split, inputs)._replace(texts=split(inputs.texts, "edge"))
+    # A loop keeps the two forward passes apart.
+    run = jax.checkpoint(mixed, prevent_cse=False)
+    before, y = jax.lax.scan(run, before, blocks)
+    y = jnp.moveaxis(y, 0, 1).reshape(rows, count * size, -1)
+    return before, y[:, :columns]
 
 
-@_inverse.defjvp
-def _inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    # d (I + L)⁻¹ = -(I + L)⁻¹ dL (I + L)⁻¹: a gradient keeps only the result.
-    inverse = _inverse(*primals)
-    left = jnp.matmul(inverse, tangents[0], precision=PRECISION)
-    return inverse, -jnp.matmul(left, inverse, precision=PRECISION)
-
-
-def convolved(x: Array, taps: Array, *, tail: Array, texts: Array) -> Array:
-    """silu(Σ_i taps[i] · x[t - W + 1 + i]), over the tokens of t's own text.
+def convolved(x: Array, taps: Array, *, texts: Array) -> Array:
+    """f32 silu(Σ_i taps[i] · x[t - W + 1 + i]), over the tokens of t's own text.
 
     Args:
-      x: [B, T, C], 0 at padding.
-      taps: [W, C].
-      tail: [B, W - 1, C], x of the preceding tokens, of text 0.
-      texts: as in `chunked`.
+      x: [B, W - 1 + T, C], 0 at padding.
+      taps: f32[W, C].
+      texts: i32[B, W - 1 + T], as in `delta_rule.chunked`.
     """
-    columns, before = x.shape[1], tail.shape[1]
-    x, of = jnp.concatenate([tail, x], axis=1), jnp.pad(texts, ((0, 0), (before, 0)))
-    total = jnp.zeros((), jnp.float32)
-    for i, tap in enumerate(taps.astype(jnp.float32)):
+    columns = x.shape[1] - taps.shape[0] + 1
+    own, total = texts[:, -columns:], jnp.zeros((), jnp.float32)
+    for i, tap in enumerate(taps):
         near = slice(i, i + columns)
-        same = (of[:, near] == texts)[..., None]
+        same = (texts[:, near] == own)[..., None]
         term = x[:, near].astype(jnp.float32) * tap[None, None]
         total = total + jnp.where(same, term, 0.0)
-    return nn.silu(total).astype(x.dtype)
+    return nn.silu(total)
 
 
-def _tail(x: Array, *, tail: Array, end: Array) -> Array:
+def _tail(x: Array, *, live: Array, tail: Array, end: Array) -> Array:
     """The last W - 1 inputs before column `end`, i32[B], of x: [B, W - 1, C]."""
+    x = jnp.where(live[..., None], x, jnp.zeros_like(x))
     both = jnp.concatenate([tail, x], axis=1)
     column = end[:, None] + jnp.arange(tail.shape[1], dtype=jnp.int32)[None]
     return jnp.take_along_axis(both, column[..., None], axis=1)
@@ -248,67 +223,55 @@ class GatedDeltaNet(nn.Module):
             texts = jnp.zeros((rows, columns), jnp.int32)
             live = jnp.ones((rows, columns), bool) if mask is None else mask
         state = blank_state(model, rows=rows) if cache is None else cache
-        end = (live * jnp.arange(1, columns + 1, dtype=jnp.int32)[None]).max(axis=1)
+        key_width = shape.num_key_heads * shape.key_dim
+        heads, width = shape.num_value_heads, shape.num_value_heads * shape.value_dim
 
         def projected(name: str, size: int) -> Array:
-            y = Linear(size, False, name=name)(x).reshape(rows, columns, size)
-            return jnp.where(live[..., None], y, jnp.zeros_like(y))
+            return Linear(size, False, name=name)(x).reshape(rows, columns, size)
 
-        def mixed(name: str, heads: int, size: int, tail: Array) -> tuple[Array, Array]:
-            y = projected(name, heads * size)
+        def taps(name: str, size: int) -> Array:
             start = nn.initializers.normal(shape.conv_width**-0.5)
-            taps = self.param(
-                f"{name}_taps", start, (shape.conv_width, heads * size), jnp.float32
-            ).astype(x.dtype)
-            new = rematerialised(convolved, model=model)(
-                y, taps, tail=tail, texts=texts
-            )
-            new = new.reshape(rows, columns, heads, size).astype(jnp.float32)
-            return new, _tail(y, tail=tail, end=end)
+            leaf = self.param(f"{name}_taps", start, (shape.conv_width, size), f32)
+            return leaf.astype(x.dtype).astype(f32)
 
-        keys = shape.num_key_heads, shape.key_dim
-        values = shape.num_value_heads, shape.value_dim
-        query, query_tail = mixed("query", *keys, state.tails[0])
-        key, key_tail = mixed("key", *keys, state.tails[1])
-        value, value_tail = mixed("value", *values, state.tails[2])
-        heads = (shape.num_value_heads,)
-        log_rate = self.param("log_rate", _rates, heads, jnp.float32)
-        bias = self.param("decay_bias", nn.initializers.ones, heads, jnp.float32)
-        decay = projected("decay", *heads).astype(jnp.float32)
-        rate = jnp.exp(log_rate.astype(jnp.float32))[None, None]
-        log_decay = -rate * nn.softplus(decay + bias.astype(jnp.float32)[None, None])
-        beta = nn.sigmoid(projected("beta", *heads).astype(jnp.float32))
-        tokens = Tokens(
-            query=_unit(query) * shape.key_dim**-0.5,
-            key=_unit(key),
-            value=value,
-            log_decay=jnp.where(live[..., None], log_decay, 0.0),
-            beta=jnp.where(live[..., None], beta, 0.0),
+        def vector(name: str, start: Callable[..., Array], size: int) -> Array:
+            return self.param(name, start, (size,), f32).astype(f32)
+
+        f32, ones = jnp.float32, nn.initializers.ones
+        mixes = {"query": key_width, "key": key_width, "value": width}
+        inputs = Inputs(
+            **{name: projected(name, size) for name, size in mixes.items()},
+            gate=projected("gate", width),
+            decay=projected("decay", heads),
+            beta=projected("beta", heads),
+            live=live,
+            texts=texts,
         )
+        weights = Weights(
+            taps=tuple(taps(name, size) for name, size in mixes.items()),
+            log_rate=vector("log_rate", _rates, heads),
+            decay_bias=vector("decay_bias", ones, heads),
+            norm_scale=vector("norm_scale", ones, shape.value_dim),
+        )
+        mixed = functools.partial(_mixed, weights=weights, model=model)
+        before = jnp.zeros((rows, shape.conv_width - 1), jnp.int32)
+        before = Before(state.memory, state.tails, before)
         if columns == 1 and cache is not None:
-            y, memory = step(Tokens(*(part[:, 0] for part in tokens)), state.memory)
+            after, y = mixed(before, inputs, one_token=True)
         else:
-            y, memory = chunked(tokens, state.memory, texts=texts)
-        gate = Linear(values[0] * values[1], False, name="gate")(x)
-        scale = self.param(
-            "norm_scale", nn.initializers.ones, (shape.value_dim,), jnp.float32
-        )
-
-        def normed(y: Array, scale: Array, gate: Array) -> Array:
-            y = y.astype(jnp.float32).reshape(-1, *values)
-            variance = jnp.square(y).mean(axis=-1, keepdims=True)
-            y = y * jax.lax.rsqrt(variance + model.norm_eps) * scale[None, None]
-            y = y * nn.silu(gate.astype(jnp.float32).reshape(y.shape))
-            return y.reshape(gate.shape).astype(gate.dtype)
-
-        y = rematerialised(normed, model=model)(y, scale.astype(jnp.float32), gate)
+            after, y = _in_blocks(mixed, before, inputs, model=model)
         y = Linear(
             x.shape[-1],
             False,
             init_std=residual_std(model),
             name="output",
-        )(y)
-        return y, DeltaState(memory, (query_tail, key_tail, value_tail))
+        )(y.reshape(-1, width))
+        end = (live * jnp.arange(1, columns + 1, dtype=jnp.int32)[None]).max(axis=1)
+        tails = (
+            _tail(one, live=live, tail=tail, end=end)
+            for one, tail in zip(inputs[:3], state.tails, strict=True)
+        )
+        return y, DeltaState(after.memory, tuple(tails))
 
 
 def texts_of(segments: Array) -> Array:

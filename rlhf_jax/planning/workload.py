@@ -223,7 +223,7 @@ def activation_bytes(
         kept, at_work = layer(own, width, inner)
         total, whole = total + layers * kept, max(whole, at_work)
     if model.delta_net is not None:
-        numbers = _delta_net_numbers(model.delta_net, tokens=tokens)
+        numbers = _delta_net_numbers(model.delta_net, rows=rows, columns=columns)
         kept, at_work = layer(model, *numbers)
         total += len(model.layers_of("delta_net")) * kept
         whole = max(whole, at_work)
@@ -232,13 +232,19 @@ def activation_bytes(
     return int(total + model.num_layers * inputs + whole + head)
 
 
-def _delta_net_numbers(shape: DeltaNet, *, tokens: int) -> tuple[int, float]:
-    """Numbers of a token's projections, and bytes of float32 within chunks."""
-    from rlhf_jax.models import delta_net
+def _delta_net_numbers(
+    shape: DeltaNet, *, rows: int, columns: int
+) -> tuple[int, float]:
+    """Numbers of a token's projections, and bytes of float32 beside them."""
+    from rlhf_jax.models import delta_net, delta_rule
 
     keys = shape.num_key_heads * shape.key_dim
     values = shape.num_value_heads * shape.value_dim
-    # Per head: factors and products of a chunk, query, key and value, and a memory.
-    within = 8 * delta_net.CHUNK + 4 * (shape.key_dim + shape.value_dim)
-    within += shape.key_dim * shape.value_dim / delta_net.CHUNK
-    return 2 * (keys + values), 4.0 * tokens * shape.num_value_heads * within
+    memory = shape.key_dim * shape.value_dim
+    # Of a head: factors and products of the chunks of a block, its query, key and
+    # value, and a memory per chunk; and the memory before every block.
+    within = 8 * delta_rule.CHUNK + 4 * (shape.key_dim + shape.value_dim)
+    within += memory / delta_rule.CHUNK
+    block = max(delta_net.BLOCK // rows, delta_rule.CHUNK)
+    numbers = min(columns, block) * within + columns / block * memory
+    return 2 * (keys + values), 4.0 * rows * shape.num_value_heads * numbers

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import delta_net_on_tpu
+import places
 import pytest
 import traffic_for_tpu
 
@@ -138,26 +140,53 @@ def test_a_slice_counts_what_it_takes_and_no_more(target, source, operand, ends)
     assert num_bytes == ends * WIDE // 4
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
-)
-def test_a_token_reads_every_weight_and_the_cache_once():
-    """A decoding loop compiled by libtpu for two chips with different memories."""
-    script = Path(traffic_for_tpu.__file__)
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+NO_LIBTPU = importlib.util.find_spec("libtpu") is None
+
+
+def compiled(program):
+    """The output of a program that compiles with libtpu, in its own process."""
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "PYTHONPATH": places.PYTHONPATH,
+    }
     environment.pop("XLA_FLAGS", None)  # as a real run has it
+    script = Path(program.__file__)
     done = subprocess.run(
         [sys.executable, script], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NO_LIBTPU, reason="libtpu is not installed")
+def test_a_token_reads_every_weight_and_the_cache_once():
+    """A decoding loop compiled by libtpu for two chips with different memories."""
     shape = traffic_for_tpu
     layers = shape.LAYERS * (3 * shape.WIDTH * shape.INNER)
     weights = 2 * (layers + shape.WORDS * shape.WIDTH)
     cache = 2 * shape.LAYERS * shape.ROWS * shape.COLUMNS * shape.WIDTH
     logits = 4 * shape.ROWS * shape.WORDS
-    for chip, num_bytes in json.loads(done.stdout).items():
+    for chip, num_bytes in compiled(shape).items():
         token = num_bytes / shape.TURNS
         # Activations are small; logits and the picked rows pass a few times.
         assert weights + cache <= 1.001 * token, chip
         assert token <= 1.01 * (weights + cache) + 4 * logits, chip
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NO_LIBTPU, reason="libtpu is not installed")
+def test_a_delta_net_passes_little_but_its_projections_through_the_memory():
+    """Neither float32 numbers nor the factors of chunks, in bytes per token."""
+    model, shape = delta_net_on_tpu.MODEL, delta_net_on_tpu.MODEL.delta_net
+    keys = shape.num_key_heads * shape.key_dim
+    values = shape.num_value_heads * shape.value_dim
+    # Six projections read x; queries, keys, values and gates are written and read, as
+    # is what the last projection reads.
+    activations = 7 * model.hidden_size + 2 * (2 * keys + 3 * values)
+    matrices = model.hidden_size * (2 * keys + 3 * values)
+    tokens = delta_net_on_tpu.ROWS * delta_net_on_tpu.COLUMNS
+    least = 2 * (activations + matrices / tokens)
+    assert 0.5 * least < compiled(delta_net_on_tpu) < 3 * least

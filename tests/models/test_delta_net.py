@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,9 @@ from jax.sharding import AxisType
 
 from rlhf_jax import config, decoder, policy
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import cached_decoder, delta_net, leaves
-from rlhf_jax.models.delta_net import Tokens
+from rlhf_jax.models import cached_decoder, delta_net, delta_rule, leaves
+from rlhf_jax.models.delta_rule import Tokens
+from rlhf_jax.models.positions import AttentionMask
 from rlhf_jax.roles.reference import storage
 
 ROWS, COLUMNS, KEY_HEADS, HEADS, KEY, VALUE = 2, 13, 2, 4, 3, 2
@@ -50,7 +52,7 @@ def by_oracle(*arrays, texts=TEXTS):
 @functools.partial(jax.jit, static_argnames="chunk")
 def by_chunks(*arrays, texts, chunk):
     *tokens, memory = arrays
-    return delta_net.chunked(Tokens(*tokens), memory, texts=texts, chunk=chunk)
+    return delta_rule.chunked(Tokens(*tokens), memory, texts=texts, chunk=chunk)
 
 
 @jax.jit
@@ -58,7 +60,7 @@ def by_steps(*arrays):
     *tokens, memory = (jnp.asarray(x) for x in arrays)
 
     def one(memory, token):
-        output, memory = delta_net.step(Tokens(*token), memory)
+        output, memory = delta_rule.step(Tokens(*token), memory)
         return memory, output
 
     by_token = [jnp.moveaxis(x, 1, 0) for x in tokens]
@@ -83,7 +85,7 @@ def test_long_rows_of_one_text(columns):
     texts = np.zeros((ROWS, columns), np.int32)
     expected, expected_memory = by_oracle(*arrays, texts=texts)
     for output, memory in (
-        by_chunks(*arrays, texts=texts, chunk=delta_net.CHUNK),
+        by_chunks(*arrays, texts=texts, chunk=delta_rule.CHUNK),
         by_steps(*arrays),
     ):
         np.testing.assert_allclose(output, expected, atol=2e-5)
@@ -184,16 +186,48 @@ def test_layers_one_by_one_and_in_periods(options):
     )
 
 
+@pytest.mark.parametrize("block", [128, pytest.param(256, marks=pytest.mark.slow)])
+def test_blocks_of_columns_are_one_block(monkeypatch, block):
+    """Blocks end within texts, between texts, and within a convolution's window."""
+    model, (rows, columns) = tiny.HYBRID, (2, 200)
+    net, rng = delta_net.GatedDeltaNet(model), np.random.default_rng(0)
+    ends = [[(30, 0), (100, 1), (131, 2), (200, 3)], [(63, 1), (190, 2), (200, 0)]]
+    segments = np.zeros((rows, columns), np.int32)
+    for row, own in enumerate(ends):
+        for (start, _), (end, text) in itertools.pairwise([(0, 0), *own]):
+            segments[row, start:end] = text
+    x = rng.normal(size=(rows * columns, model.hidden_size)).astype(np.float32)
+    weight = rng.normal(size=x.shape) * (segments.reshape(-1, 1) > 0)
+    options = {"rows": rows, "cache": None}
+    params = net.init(jax.random.key(0), x, mask=None, **options)
+
+    def total(params, x):
+        mask = AttentionMask(jnp.asarray(segments))
+        y, state = net.apply(params, x, mask=mask, **options)
+        return (weight * y).sum() + jnp.sin(state.memory).sum(), state
+
+    def outputs():
+        run = jax.value_and_grad(total, (0, 1), has_aux=True)
+        return toys.jit(lambda *args: run(*args))(params, x)
+
+    monkeypatch.setattr(delta_net, "BLOCK", rows * columns)
+    expected = outputs()
+    monkeypatch.setattr(delta_net, "BLOCK", block)  # tokens of both rows
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, atol=2e-5), outputs(), expected
+    )
+
+
 def test_layers_of_a_kind_that_follow_each_other_are_in_a_program_once(monkeypatch):
     """Two DeltaNets and attention, twice: a compiler meets one of them, and not two."""
     tokens, mask = tiny.batch((7, 3), 9, side="right")
-    chunked, calls = delta_net.chunked, []
+    chunked, calls = delta_rule.chunked, []
 
     def counted(*args, **settings):
         calls.append(args)
         return chunked(*args, **settings)
 
-    monkeypatch.setattr(delta_net, "chunked", counted)
+    monkeypatch.setattr(delta_rule, "chunked", counted)
     for unroll, count in ((False, 1), (True, 4)):
         model = dataclasses.replace(tiny.HYBRID, unroll=unroll)
         hidden = functools.partial(decoder.hidden_states, model=model)

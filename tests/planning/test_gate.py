@@ -111,3 +111,16 @@ def test_the_whole_state_is_donated(compiled):
 def test_gradients_are_summed_to_their_shares(compiled):
     _, found = compiled
     assert found["learning"]["summed gradients"] == []
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="the extra plan is missing"
+)
+@pytest.mark.parametrize("model", ["hybrid", "per layer"])
+def test_a_token_of_other_layers_exchanges_what_they_sum(model):
+    """A DeltaNet, or embeddings of each layer, beside attention on `tensor=4`."""
+    mesh = "--placement.sampler=data=2,tensor=4"
+    found = played(gate, V6E, model, "fsdp=8", "sampling", "--", mesh)["sampling"]
+    least = 2 * gate.LAYERS + 2
+    assert least <= found["seconds"]["exchanges"] <= least + FEW
+    assert found["moved weights"] == found["summed logits"] == []

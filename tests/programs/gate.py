@@ -28,7 +28,12 @@ from rlhf_jax.planning import cost, measured, memory_check
 from rlhf_jax.planning.hlo import exchanges, parsing
 from rlhf_jax.train.plan import job, plan
 
-MODELS = {"8B": "llama-3.1-8b", "1.5B": "qwen2.5-1.5b"}
+MODELS = {
+    "8B": "llama-3.1-8b",
+    "1.5B": "qwen2.5-1.5b",
+    "hybrid": "qwen3.5-4b",
+    "per layer": "gemma-4-e2b",
+}
 LAYERS, ROWS, PROMPT, NEW = 2, 64, 896, 640
 SMALL = 2**17  # bytes of what a loop carries unchanged that it may move about
 
@@ -189,9 +194,9 @@ def main():
     topology, size, mesh, *rest = sys.argv[1:]
     at = rest.index("--")
     names, words = rest[:at], rest[at + 1 :]
-    shape = dataclasses.replace(registry.KNOWN[MODELS[size]], num_layers=LAYERS)
-    registry.KNOWN["gate"] = shape
-    spread_as_all_layers(registry.KNOWN[MODELS[size]].num_layers)
+    whole = registry.KNOWN[MODELS[size]]
+    registry.KNOWN["gate"] = last_layers(whole)
+    spread_as_all_layers(whole.num_layers)
     config, options = planned.parsed(
         *("grpo", f"--topology={topology}", f"--placement.policy={mesh}"),
         *("--dtype=bfloat16", "--remat=full", "--reference-storage.dtype=bfloat16"),
@@ -203,6 +208,18 @@ def main():
     )
     with precision.of(config.compute_dtype):
         print(json.dumps(figures(config, options, names)))
+
+
+def last_layers(model):
+    """The model with two layers: of several kinds, one of each of two."""
+    return dataclasses.replace(
+        model,
+        num_layers=LAYERS,
+        recurrent_layers=model.recurrent_layers[-LAYERS:],
+        local_layers=model.local_layers[-LAYERS:],
+        shared_layers=0,
+        wide_shared_mlp=False,
+    )
 
 
 def spread_as_all_layers(count):
