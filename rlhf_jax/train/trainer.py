@@ -27,7 +27,7 @@ from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.devices import processes, program_cache, sharding
-from rlhf_jax.devices.placement import AUTO, WITH_POLICY, Place
+from rlhf_jax.devices.placement import AUTO, WITH_POLICY
 from rlhf_jax.planning import memory_check
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.rewards.scores import Scores
@@ -278,13 +278,11 @@ def _placed(
         chip=chip,
         prompt=0,  # no prompt is read yet; `fastest.ROOM` allows for them
         per_node=chips.per_node(chip),
-        memory=memory_check.limit(jax.local_devices()[0]),
+        memory=memory_check.least_limit(),
     )
     if layout is not None:
         print(layout)
-    # Their memory and devices may differ: the first process chooses for all.
-    chosen = processes.from_first(str(config.placement.sampler))
-    return config.sampled_at(Place.parse(chosen))
+    return config
 
 
 def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:
