@@ -42,6 +42,11 @@ def score(prompts, responses, rows):
         signal.raise_signal(number)
     return [float(len(set(response.split()))) for response in responses]
 
+def once(prompts, responses, rows):
+    with open("asked.txt", "a") as file:
+        print(*responses, sep="\\n", file=file)
+    return [float(len(set(response.split()))) for response in responses]
+
 def judge(prompts, responses, others, rows):
     assert jax.process_index() == 0
     return [0.25 if a < b else 0.5 for a, b in zip(responses, others)]
@@ -151,6 +156,14 @@ def run(*args, expected=0, **options):
     for process, (_, error) in zip(running, outputs, strict=True):
         assert process.returncode == expected, error[-2000:]
     return outputs
+
+
+def asked(files):
+    """The number of responses that `their_rewards:once` was asked for since last."""
+    file = files / "asked.txt"
+    count = len(file.read_text().splitlines()) if file.exists() else 0
+    file.unlink(missing_ok=True)
+    return count
 
 
 def alone(*args, **options):
@@ -396,6 +409,64 @@ ON_HOSTS = {
         *("--placement.sampler={}:data=2", "--max-staleness=2", "--num-steps=6"),
     ),
 }
+
+
+ON_MORE_HOSTS = {
+    "two of the policy, one of the others": (
+        3,
+        *("ppo", *PPO, "--reward=their_rewards:once"),
+        "--placement.policy=data=2,fsdp=2",
+        *("--placement.critic={}:data=2", "--placement.reference={}:fsdp=2"),
+        "--placement.sampler={}:tensor=2",
+    ),
+    "two of each": (
+        4,
+        *("grpo", *OUTSIDE[:-1], "--placement.policy=fsdp=2,tensor=2"),
+        *("--placement.reference={}:tensor=4", "--placement.sampler={}:data=4"),
+        *("--lifecycle.move=mix,every=1,rate=0.5", "--max-staleness=1"),
+    ),
+    "three of the policy, one of the others": (
+        4,
+        *("ppo", *PPO, "--batch-size=12", "--placement.policy=data=3,tensor=2"),
+        *("--placement.critic={}:fsdp=2", "--placement.reference={}:data=2"),
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ON_MORE_HOSTS)
+def test_roles_on_hosts_of_three_and_four(files, tmp_path, name):
+    """Processes of two devices, against the last devices of one process."""
+    count, trainer, *argv = ON_MORE_HOSTS[name]
+    many = [option.format("hosts") for option in argv]
+    one = [option.format("last") for option in argv]
+    asked(files)
+    run(trainer, files, tmp_path / "many", *many, count=count)
+    if "--reward=their_rewards:once" in argv:
+        assert asked(files) == 8 * 6  # by the processes that have rows
+    run(trainer, files, tmp_path / "one", *one, count=1, devices=2 * count)
+    assert_same(tmp_path / "many", tmp_path / "one")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("devices", "mesh"), [(2, "tensor=4"), (3, "data=3,tensor=2")])
+def test_a_reward_is_asked_once_for_rows_that_processes_share(
+    files, tmp_path, devices, mesh
+):
+    """With data=3 each process has rows of its own, and shares others."""
+    argv = (*PPO, "--batch-size=12", "--num-steps=2", "--reward=their_rewards:once")
+    asked(files)
+    run(
+        "ppo",
+        files,
+        tmp_path / "two",
+        *argv,
+        f"--placement.policy={mesh}",
+        devices=devices,
+    )
+    assert asked(files) == 12 * 2
+    alone("ppo", files, tmp_path / "one", *argv)
+    assert_same(tmp_path / "two", tmp_path / "one")
 
 
 @pytest.mark.long
