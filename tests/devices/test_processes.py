@@ -42,11 +42,6 @@ def score(prompts, responses, rows):
         signal.raise_signal(number)
     return [float(len(set(response.split()))) for response in responses]
 
-def once(prompts, responses, rows):
-    with open("asked.txt", "a") as file:
-        print(*responses, sep="\\n", file=file)
-    return [float(len(set(response.split()))) for response in responses]
-
 def judge(prompts, responses, others, rows):
     assert jax.process_index() == 0
     return [0.25 if a < b else 0.5 for a, b in zip(responses, others)]
@@ -156,14 +151,6 @@ def run(*args, expected=0, **options):
     for process, (_, error) in zip(running, outputs, strict=True):
         assert process.returncode == expected, error[-2000:]
     return outputs
-
-
-def asked(files):
-    """The number of responses that `their_rewards:once` was asked for since last."""
-    file = files / "asked.txt"
-    count = len(file.read_text().splitlines()) if file.exists() else 0
-    file.unlink(missing_ok=True)
-    return count
 
 
 def alone(*args, **options):
@@ -414,8 +401,7 @@ ON_HOSTS = {
 ON_MORE_HOSTS = {
     "two of the policy, one of the others": (
         3,
-        *("ppo", *PPO, "--reward=their_rewards:once"),
-        "--placement.policy=data=2,fsdp=2",
+        *("ppo", *PPO, "--placement.policy=data=2,fsdp=2"),
         *("--placement.critic={}:data=2", "--placement.reference={}:fsdp=2"),
         "--placement.sampler={}:tensor=2",
     ),
@@ -440,33 +426,9 @@ def test_roles_on_hosts_of_three_and_four(files, tmp_path, name):
     count, trainer, *argv = ON_MORE_HOSTS[name]
     many = [option.format("hosts") for option in argv]
     one = [option.format("last") for option in argv]
-    asked(files)
     run(trainer, files, tmp_path / "many", *many, count=count)
-    if "--reward=their_rewards:once" in argv:
-        assert asked(files) == 8 * 6  # by the processes that have rows
     run(trainer, files, tmp_path / "one", *one, count=1, devices=2 * count)
     assert_same(tmp_path / "many", tmp_path / "one")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("devices", "mesh"), [(2, "tensor=4"), (3, "data=3,tensor=2")])
-def test_a_reward_is_asked_once_for_rows_that_processes_share(
-    files, tmp_path, devices, mesh
-):
-    """With data=3 each process has rows of its own, and shares others."""
-    argv = (*PPO, "--batch-size=12", "--num-steps=2", "--reward=their_rewards:once")
-    asked(files)
-    run(
-        "ppo",
-        files,
-        tmp_path / "two",
-        *argv,
-        f"--placement.policy={mesh}",
-        devices=devices,
-    )
-    assert asked(files) == 12 * 2
-    alone("ppo", files, tmp_path / "one", *argv)
-    assert_same(tmp_path / "two", tmp_path / "one")
 
 
 @pytest.mark.long
@@ -739,17 +701,17 @@ def test_processes_that_disagree(files, tmp_path):
         assert "got another in process 1 than in process 0" in error
 
 
-@pytest.mark.slow
-def test_rows_lie_where_each_process_says(tmp_path):
+def outputs_of_two(program, *, devices):
+    """What two processes of a program with some devices each print."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    script = places.PROGRAMS / "rows_of_processes.py"
     environment = os.environ | {
         "PYTHONPATH": places.PYTHONPATH,
         "XLA_FLAGS": os.environ["XLA_FLAGS"]
-        + " --xla_force_host_platform_device_count=2",
+        + f" --xla_force_host_platform_device_count={devices}",
     }
+    script = places.PROGRAMS / program
     running = [
         subprocess.Popen(
             [sys.executable, script, f"localhost:{port}", str(number)],
@@ -762,8 +724,20 @@ def test_rows_lie_where_each_process_says(tmp_path):
     ]
     outputs = [process.communicate(timeout=100) for process in running]
     assert [process.returncode for process in running] == [0, 0], outputs
-    assert "(0, 2) of 4" in outputs[0][0]
-    assert "(1, 3) of 4" in outputs[1][0]
+    return [output for output, _ in outputs]
+
+
+@pytest.mark.slow
+def test_rows_lie_where_each_process_says():
+    outputs = outputs_of_two("rows_of_processes.py", devices=2)
+    assert "(0, 2) of 4" in outputs[0]
+    assert "(1, 3) of 4" in outputs[1]
+
+
+@pytest.mark.slow
+def test_rewards_and_judges_are_asked_once_for_every_row():
+    outputs = outputs_of_two("rewards_of_processes.py", devices=3)
+    assert all("scored" in output for output in outputs)
 
 
 @pytest.mark.slow
