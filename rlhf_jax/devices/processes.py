@@ -32,7 +32,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.functional.errors import refuse
+from rlhf_jax.functional.errors import StopError, refuse
 
 Array = jax.Array
 AUTO = "auto"
@@ -159,18 +159,23 @@ def on_first(check: Callable[[], None]) -> None:
 
 
 def on_each(check: Callable[[], None]) -> None:
-    """Runs a check in every process; raises the first InputError in all of them."""
+    """Runs a check in every process; raises the first error in all of them.
+
+    Raises:
+      InputError, StopError: of the first process whose check raised one.
+    """
     if jax.process_count() == 1:
         check()
         return
-    message = ""
+    kinds, kind, message = (InputError, StopError), 0, ""
     try:
         check()
-    except InputError as error:
-        message = str(error)
-    failed = multihost_utils.process_allgather(np.int32(bool(message)))
-    if np.any(failed):
-        raise InputError(from_first(message, first=int(np.argmax(failed))))
+    except kinds as error:
+        kind, message = 1 + isinstance(error, StopError), str(error)
+    failed = np.asarray(multihost_utils.process_allgather(np.int32(kind)))
+    if failed.any():
+        first = int(np.argmax(failed > 0))
+        raise kinds[failed[first] - 1](from_first(message, first=first))
 
 
 def from_first(text: str, *, first: int = 0) -> str:
@@ -199,6 +204,13 @@ def computed_by_first(compute: Callable[[], Any]) -> Any:
     results: list[Any] = []
     on_first(lambda: results.append(compute()))
     return json.loads(from_first(json.dumps(results[0]) if results else ""))
+
+
+def least(number: int) -> int:
+    """The least i32 of all processes."""
+    if jax.process_count() == 1:
+        return number
+    return int(np.min(multihost_utils.process_allgather(np.int32(number))))
 
 
 def owners(where: NamedSharding | Mesh) -> set[int]:

@@ -4,7 +4,8 @@
     batch = row_sharding.put_rows(batch, mesh=mesh)     one array over all processes
     rollout = sample(policy, prompts=batch, ...)
     mine = row_sharding.local_rows(rollout)         this process's rows, in NumPy
-    scores = row_sharding.put_rows(reward(mine), mesh=mesh)
+    mine = row_sharding.unshared(mine, mesh=mesh)       each row in one process
+    scores = row_sharding.put_computed(lambda: reward(mine), mesh=mesh)
 
 With one process `put_rows` and `local_rows` handle the whole batch.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -155,36 +157,80 @@ def own_rows(batch: Tree, *, mesh: Mesh) -> Tree:
     return jax.tree.map(lambda leaf: leaf[share.of(len(leaf))], batch)
 
 
-def put_computed(batch: Any, *, mesh: Mesh) -> Any:
-    """`put_rows` of arrays that processes computed for their own rows, such as scores.
+def unshared(batch: Tree, *, mesh: Mesh) -> Tree:
+    """This process's rows that no earlier process has too, perhaps none.
 
-    If several processes have the same rows, the result of the first is used for all: a
-    reward need not return the same number twice. Every process calls this.
+    So every row is in one process: a reward that costs money is asked once, and need
+    not return the same number twice.
 
     Args:
-      batch: NumPy or JAX arrays [b, ...], of this process's rows.
+      batch: NumPy arrays [b, ...], of this process's rows (`local_rows`).
+    """
+    owned = _blocks(mesh)
+    own, mine = _own(owned), _unshared(owned).get(jax.process_index(), [])
+    if len(mine) == len(own):
+        return batch
+
+    def part(leaf: Any) -> Any:
+        blocks = np.split(leaf, len(own))
+        return np.concatenate([leaf[:0], *(blocks[own.index(one)] for one in mine)])
+
+    return jax.tree.map(part, batch)
+
+
+def _unshared(owned: dict[int, tuple[int, ...]]) -> dict[int, list[int]]:
+    """{process: blocks of rows that no earlier process has}."""
+    left: dict[int, list[int]] = {}
+    seen: set[int] = set()
+    for process, blocks in sorted(owned.items()):
+        left[process] = [block for block in blocks if block not in seen]
+        seen |= {*blocks}
+    return left
+
+
+def put_computed(compute: Callable[[], Any], *, mesh: Mesh) -> Any:
+    """`put_rows` of arrays that processes compute for `unshared` rows, such as scores.
+
+    Every process calls this.
+
+    Args:
+      compute: returns NumPy or JAX arrays [b, ...]. If processes share rows, or one has
+        none, its errors are raised in all processes.
 
     Raises:
       InputError: the row axes do not divide the rows.
     """
-    batch = jax.tree.map(np.asarray, batch)  # `put_rows` reads JAX arrays as all rows
+    batch: Any = None
+
+    def run() -> None:
+        nonlocal batch
+        # NumPy arrays, as `put_rows` reads JAX arrays as all rows.
+        batch = jax.tree.map(np.asarray, compute())
+
     owned = _blocks(mesh)
-    if sum(map(len, owned.values())) > _num_blocks(mesh):
-        owner = {
-            block: (process, at)
-            # Reversed: the first of several owners of a block overwrites the others.
-            for process in sorted(owned, reverse=True)
-            for at, block in enumerate(owned[process])
-        }
-        mine = [owner[block] for block in _own(owned)]
+    all_own = len(owned) == jax.process_count()
+    if all_own and sum(map(len, owned.values())) == _num_blocks(mesh):
+        run()  # for all of its rows: nothing is sent
+        return put_rows(batch, mesh=mesh)
+    processes.on_each(run)
+    computed = _unshared(owned)
+    rows = np.int32(len(jax.tree.leaves(batch)[0]))
+    size = int(np.sum(multihost_utils.process_allgather(rows))) // _num_blocks(mesh)
+    most = max(map(len, computed.values()))
+    places = {
+        block: (process, at)
+        for process, blocks in computed.items()
+        for at, block in enumerate(blocks)
+    }
 
-        def first(leaf: Any) -> Any:
-            blocks = np.reshape(leaf, (len(mine), -1, *np.shape(leaf)[1:]))
-            of_all = np.asarray(multihost_utils.process_allgather(blocks))
-            return np.concatenate([of_all[process, at] for process, at in mine])
+    def of_own(leaf: Any) -> Any:
+        padded = np.zeros((most * size, *leaf.shape[1:]), leaf.dtype)
+        padded[: len(leaf)] = leaf
+        blocks = np.reshape(padded, (most, size, *leaf.shape[1:]))
+        of_all = np.asarray(multihost_utils.process_allgather(blocks))
+        return np.concatenate([of_all[places[block]] for block in _own(owned)])
 
-        batch = jax.tree.map(first, batch)
-    return put_rows(batch, mesh=mesh)
+    return put_rows(jax.tree.map(of_own, batch), mesh=mesh)
 
 
 def local_rows(batch: Any) -> Any:

@@ -8,6 +8,7 @@ them are peaks, so that times computed from them are lower bounds.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import Any
 
 import jax
@@ -188,6 +189,7 @@ def per_node(chip: Chip | None) -> int | None:
     if chip is None:
         return None
     if chip.is_gpu:
-        return jax.local_device_count() if jax.process_count() > 1 else None
+        of_process = Counter(device.process_index for device in jax.devices())
+        return min(of_process.values()) if len(of_process) > 1 else None
     slices = len({getattr(device, "slice_index", 0) for device in jax.devices()})
     return jax.device_count() // slices if slices > 1 else None

@@ -168,6 +168,16 @@ def _mib(size: int) -> str:
     return f"{size / 2**20:,.1f} MiB"
 
 
+def least_limit() -> int | None:
+    """The least memory of a device of any process, the same in all of them.
+
+    Returns:
+      Bytes, in whole MiB; None if a device does not report its memory.
+    """
+    limits = [limit(device) or 0 for device in jax.local_devices()]
+    return 2**20 * processes.least(min(limits) // 2**20) or None
+
+
 def limit(place: Any) -> int | None:
     """Memory of a device or of the host (`HOST`).
 

@@ -206,12 +206,12 @@ class RewardList:
         own = {} if episodes is None else {EPISODES: episodes}
         if not self._pooled:
             return lambda: own
-        mine = row_sharding.local_rows(shown)
+        mine = _rows_to_score(shown, mesh=self._mesh)
         pending = {name: one.submit(mine) for name, one in self._pooled.items()}
 
         def collect() -> Early:
             return own | {
-                name: row_sharding.put_computed(one.collect(), mesh=self._mesh)
+                name: row_sharding.put_computed(one.collect, mesh=self._mesh)
                 for name, one in pending.items()
             }
 
@@ -298,11 +298,14 @@ def text_reward(reward: TextReward, *, mesh: Mesh) -> Programmed:
     """Wraps a Python function of texts as a reward; each process scores its rows."""
 
     def scored(rollout: Rollout) -> Array:
-        return row_sharding.put_computed(
-            reward(row_sharding.local_rows(rollout)), mesh=mesh
-        )
+        mine = _rows_to_score(rollout, mesh=mesh)
+        return row_sharding.put_computed(lambda: reward(mine), mesh=mesh)
 
     return scored
+
+
+def _rows_to_score(rollout: Rollout, *, mesh: Mesh) -> Rollout:
+    return row_sharding.unshared(row_sharding.local_rows(rollout), mesh=mesh)
 
 
 def model_reward(

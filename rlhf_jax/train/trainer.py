@@ -26,7 +26,7 @@ from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.devices import processes, program_cache, sharding
-from rlhf_jax.devices.placement import AUTO, Place
+from rlhf_jax.devices.placement import AUTO
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.runs import alarms, folder, report, run
@@ -266,9 +266,7 @@ def _placed(
     config, line = fastest.placed(config, models, among, mesh=mesh, prompt=0)
     if line is not None:
         print(line)
-    # Their memory and devices may differ: the first process chooses for all.
-    chosen = processes.from_first(str(config.placement.sampler))
-    return config.sampled_at(Place.parse(chosen))
+    return config
 
 
 def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:

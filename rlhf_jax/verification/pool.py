@@ -178,15 +178,18 @@ class Pending:
             of="verifier",
         )
         # NumPy arrays: JAX would wait for the devices' current work.
-        failed: Any = np.array([bool(answer.why) for answer in answers])
+        failed: Any = np.array([bool(answer.why) for answer in answers], bool)
         none = (0.0,) * len(self.pool.counts)
-        counted = zip(*(answer.counts or none for answer in answers), strict=True)
+        counted = [answer.counts or none for answer in answers]
         return Scores(
             total=_floats(answer.score for answer in answers),
             parts={
                 "failed": failed.astype(np.float32),
                 "timed_out": _floats(answer.timed_out for answer in answers),
-                **dict(zip(self.pool.counts, map(_floats, counted), strict=False)),
+                **{
+                    name: _floats(counts[at] for counts in counted)
+                    for at, name in enumerate(self.pool.counts)
+                },
             },
             left_out=failed if leave_out else None,
         )

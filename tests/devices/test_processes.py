@@ -398,6 +398,39 @@ ON_HOSTS = {
 }
 
 
+ON_MORE_HOSTS = {
+    "two of the policy, one of the others": (
+        3,
+        *("ppo", *PPO, "--placement.policy=data=2,fsdp=2"),
+        *("--placement.critic={}:data=2", "--placement.reference={}:fsdp=2"),
+        "--placement.sampler={}:tensor=2",
+    ),
+    "two of each": (
+        4,
+        *("grpo", *OUTSIDE[:-1], "--placement.policy=fsdp=2,tensor=2"),
+        *("--placement.reference={}:tensor=4", "--placement.sampler={}:data=4"),
+        *("--lifecycle.move=mix,every=1,rate=0.5", "--max-staleness=1"),
+    ),
+    "three of the policy, one of the others": (
+        4,
+        *("ppo", *PPO, "--batch-size=12", "--placement.policy=data=3,tensor=2"),
+        *("--placement.critic={}:fsdp=2", "--placement.reference={}:data=2"),
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ON_MORE_HOSTS)
+def test_roles_on_hosts_of_three_and_four(files, tmp_path, name):
+    """Processes of two devices, against the last devices of one process."""
+    count, trainer, *argv = ON_MORE_HOSTS[name]
+    many = [option.format("hosts") for option in argv]
+    one = [option.format("last") for option in argv]
+    run(trainer, files, tmp_path / "many", *many, count=count)
+    run(trainer, files, tmp_path / "one", *one, count=1, devices=2 * count)
+    assert_same(tmp_path / "many", tmp_path / "one")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", ON_HOSTS)
 def test_roles_on_a_host_of_their_own(files, tmp_path, name):
@@ -668,17 +701,17 @@ def test_processes_that_disagree(files, tmp_path):
         assert "got another in process 1 than in process 0" in error
 
 
-@pytest.mark.slow
-def test_rows_lie_where_each_process_says(tmp_path):
+def outputs_of_two(program, *, devices):
+    """What two processes of a program with some devices each print."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    script = places.PROGRAMS / "rows_of_processes.py"
     environment = os.environ | {
         "PYTHONPATH": places.PYTHONPATH,
         "XLA_FLAGS": os.environ["XLA_FLAGS"]
-        + " --xla_force_host_platform_device_count=2",
+        + f" --xla_force_host_platform_device_count={devices}",
     }
+    script = places.PROGRAMS / program
     running = [
         subprocess.Popen(
             [sys.executable, script, f"localhost:{port}", str(number)],
@@ -691,8 +724,20 @@ def test_rows_lie_where_each_process_says(tmp_path):
     ]
     outputs = [process.communicate(timeout=100) for process in running]
     assert [process.returncode for process in running] == [0, 0], outputs
-    assert "(0, 2) of 4" in outputs[0][0]
-    assert "(1, 3) of 4" in outputs[1][0]
+    return [output for output, _ in outputs]
+
+
+@pytest.mark.slow
+def test_rows_lie_where_each_process_says():
+    outputs = outputs_of_two("rows_of_processes.py", devices=2)
+    assert "(0, 2) of 4" in outputs[0]
+    assert "(1, 3) of 4" in outputs[1]
+
+
+@pytest.mark.slow
+def test_rewards_and_judges_are_asked_once_for_every_row():
+    outputs = outputs_of_two("rewards_of_processes.py", devices=3)
+    assert all("scored" in output for output in outputs)
 
 
 @pytest.mark.slow

@@ -4,14 +4,18 @@ import json
 import re
 
 import places
+import planned
 import pytest
 
 from rlhf_jax.planning import tables
+from rlhf_jax.planning.measured import Alive
+from rlhf_jax.train.plan import advice
 
 PLANS = places.RECORDED / "plans"
 GIB = 2**30
 README = (places.ROOT / "rlhf_jax" / "planning" / "README.md").read_text("utf-8")
 GRID = (PLANS / "grid.md").read_text("utf-8")
+DEVICES = (places.ROOT / "rlhf_jax" / "devices" / "README.md").read_text("utf-8")
 
 
 def recorded(name):
@@ -73,6 +77,68 @@ def test_what_the_readme_says_of_the_grid():
     assert f"the update has {shared[False]} MFU on TPUs (splash attention)" in README
     assert f"{shared[True]} on GPUs (`blockwise`)" in README
     assert f"cuDNN's kernel has {mfu(True, lambda name, _: name == 'cudnn')}" in README
+
+
+def test_rows_that_several_devices_share():
+    every = rows()
+    for place, *cells in table("| tokens, chip |", DEVICES):
+        row = every["8B", *place.split(", ")]
+        [update] = [one for one in row["programs"] if one["name"] == "learning"]
+        assert (row["chips"], row["peak"]["during"]) == (64, "learning")
+        assert cells == [
+            f"`{row['meshes'].partition(' / ')[0]}`",
+            f"{row['rows']}",
+            f"{row['peak']['total'] / GIB:.1f} of {row['memory'] / GIB:.1f}",
+            f"{update['seconds']['bound']:.1f}",
+            f"{update['mfu']:.0%}",
+        ]
+
+
+def turn_of(name):
+    """Seconds of a decoded token by a plan."""
+    programs = recorded(name)["programs"]
+    return next(one["seconds_of_turn"] for one in programs if one["turns"])
+
+
+def test_adapters_decode_as_fast_as_they_must():
+    """8B with LoRA on 8 H100: 1.7 ms per token, latency included."""
+    assert turn_of("llama-3.1-8b-lora-h100-1x8")["bound"] < 1.7e-3
+
+
+def test_64_v5e_sample_as_fast_as_they_must():
+    """Llama 2 7B, 512 responses of 512 tokens: 6 s, and not bound by links."""
+    programs = recorded("llama-2-7b-v5e-8x8-auto")["programs"]
+    [seconds] = [one["seconds"] for one in programs if one["name"] == "sampling"]
+    assert seconds["links"] < seconds["memory"]
+    assert seconds["bound"] < 6
+
+
+def test_exchanges_alone_keep_64_h100_from_a_third_of_a_millisecond():
+    """8B, 2k: of two sums per layer the latency alone is above 0.35 ms."""
+    turn = turn_of("llama-3.1-8b-grpo-2k-h100-8x8")
+    least = turn["latency"] * (2 * 32) / turn["exchanges"]
+    assert 0.35e-3 < least < turn["bound"]
+    assert turn["memory"] < 1.2 * turn["by_hand"]
+
+
+def test_what_70b_needs_on_256_v5e_for_rows_of_128k():
+    """A plan of the recorded size does not fit; with adapters it does."""
+    row = rows()["70B", "128k", "v5e"]
+    over = row["peak"]["total"] - row["memory"]
+    assert not row["fits"]
+    assert over > 0
+    config, _ = planned.parsed(
+        *("grpo", "--topology=v5e:16x16", "--placement.policy=fsdp=4,context=64"),
+        *("--dtype=bfloat16", "--remat=full", "--reference-storage.dtype=bfloat16"),
+        *("--num-minibatches=4", "--max-new-tokens=130048"),
+        path="llama-3.1-70b",
+        chip=None,
+    )
+    lines = advice.advice(config, resident=row["held"], alive=[Alive(**row["peak"])])
+    saved = row["held"]["reference"] + row["held"]["policy's optimizer"]
+    assert f"--lora 16: about {saved / GIB:.2f} GiB per chip less" in lines
+    assert saved > 2 * over  # which leaves room for adapters
+    assert lines[0].startswith("--lora 16")
 
 
 def test_64_h100():

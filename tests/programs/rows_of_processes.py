@@ -9,11 +9,14 @@ import sys
 
 import jax
 import numpy as np
+import pytest
 
 from rlhf_jax.devices import processes, replicas, row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.devices.placement import PINNED, split
 from rlhf_jax.devices.processes import Group
+from rlhf_jax.functional.errors import StopError
+from rlhf_jax.planning import memory_check
 
 
 def main(coordinator, process_id):
@@ -38,17 +41,48 @@ def main(coordinator, process_id):
         for shard in placed.addressable_shards:
             np.testing.assert_array_equal(shard.data, batch[shard.index])
         np.testing.assert_array_equal(row_sharding.local_rows(placed), mine)
-        # What each computes for itself: the first of those that hold a row counts.
-        scores = mine[:, 0] + 100.0 * jax.process_index()
-        agreed = row_sharding.put_computed(scores, mesh=mesh)
-        both = shape.tensor > 1
-        expected = mine[:, 0] + (0 if both else 100.0 * jax.process_index())
-        np.testing.assert_array_equal(row_sharding.local_rows(agreed), expected)
+        # The first of those that have a row computes for it.
+        check_computed(mine, mesh=mesh, once=shape.tensor > 1)
         print(shape, share.blocks, "of", share.count)
         if shape.tensor <= 2:
             check_replicas(mesh)
+    first = MeshShape(data=2).make(devices[:2])  # the second process has no rows
+    check_computed(batch, mesh=first, once=True)
+    check_errors(first)
+    check_least()
     check_many_moves()
     check_other_devices()
+
+
+def check_computed(mine, *, mesh, once):
+    """Checks who computes for which rows; `once`: the first process for all of its."""
+    own = row_sharding.unshared(mine, mesh=mesh)
+    assert len(own) == (0 if once and jax.process_index() else len(mine))
+    scores = own[:, 0] + 100.0 * jax.process_index()
+    agreed = row_sharding.put_computed(lambda: scores, mesh=mesh)
+    expected = mine[:, 0] + (0 if once else 100.0 * jax.process_index())
+    np.testing.assert_array_equal(row_sharding.local_rows(agreed), expected)
+
+
+def check_errors(mesh):
+    """Checks that an error of the process that computes ends both."""
+
+    def fails():
+        assert not jax.process_index()
+        raise StopError("no such score")
+
+    compute = (lambda: np.zeros(0)) if jax.process_index() else fails
+    with pytest.raises(StopError, match="no such score"):
+        row_sharding.put_computed(compute, mesh=mesh)
+
+
+def check_least():
+    """Checks that --auto counts with the least memory of both, more than 2 GiB."""
+    bytes_of = 2**30 * np.array([80, 40])
+    memory_check.limit = lambda _: int(bytes_of[jax.process_index()])
+    assert memory_check.least_limit() == 40 * 2**30
+    memory_check.limit = lambda _: None if jax.process_index() else 2**40
+    assert memory_check.least_limit() is None
 
 
 def check_many_moves():

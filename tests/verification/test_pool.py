@@ -51,6 +51,20 @@ def test_the_largest_float32_is_a_score(pool):
     assert not scores.parts["failed"].any()
 
 
+def test_no_responses_have_every_part_of_scores():
+    """A process whose devices have no rows puts its share of what others computed."""
+    verifier = PythonTests(extract="whole", seconds=2.0, unsafe=True)
+    with VerifierPool(verifier, num_workers=1, on_failure="leave_out") as pool:
+        scores = pool.submit(texts()).collect()
+    names = {"failed", "timed_out", "refused", "code_timed_out", "suspicious"}
+    assert scores.parts.keys() == names
+    arrays = [scores.total, *scores.parts.values()]
+    assert {(array.dtype, array.shape) for array in arrays} == {
+        (np.dtype(np.float32), (0,))
+    }
+    assert (scores.left_out.dtype, scores.left_out.shape) == (np.dtype(bool), (0,))
+
+
 FAILURES = [
     ("raise", "raised KeyError: 'gold'"),
     ("exit", "raised SystemExit: 3"),

@@ -110,6 +110,8 @@ class TextReward:
           StopError: the function called `sys.exit`.
         """
         texts = read(rollout, decode=self.decode, rows=self.rows, prompts=self.prompts)
+        if not texts.responses:  # of a process without rows of its own
+            return np.zeros(0, np.float32)
         returned, error = self._call(texts)
         if error is not None:
             self._refuse(texts, error)

@@ -98,7 +98,8 @@ class EpisodeSampler:
         drawn = EndedEpisodes(rollout, ended.scores(leave_out=leave_out))
         if self.home is None:
             return drawn
-        return row_sharding.put_computed(drawn, mesh=self.home)
+        home, mine = self.home, row_sharding.unshared(drawn, mesh=self.home)
+        return row_sharding.put_computed(lambda: mine, mesh=home)
 
     def free(self) -> None:
         """Frees the cache until the next call."""

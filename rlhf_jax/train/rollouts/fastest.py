@@ -47,7 +47,8 @@ class Devices(NamedTuple):
         """Returns all devices of this run."""
         devices = jax.devices()
         chip = chips.of_device(devices[0])
-        memory = memory_check.limit(jax.local_devices()[0])
+        # The same in all processes, which must choose the same.
+        memory = memory_check.least_limit()
         return cls(devices, chip, memory, chips.per_node(chip))
 
     @property

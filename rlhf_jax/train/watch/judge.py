@@ -15,7 +15,7 @@ from rlhf_jax.data.text import Written
 from rlhf_jax.devices import row_sharding
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.functional.masked import Stats
-from rlhf_jax.roles.rewards.text import TextReward
+from rlhf_jax.roles.rewards.text import HostArray, TextReward
 from rlhf_jax.roles.rewards.transcripts import Decode
 from rlhf_jax.runs import command_line
 from rlhf_jax.train.config.watch import Watch
@@ -52,7 +52,16 @@ class Judge:
         Raises:
           InputError, StopError: the judge failed, with --judge-failure stop.
         """
-        mine = row_sharding.local_rows(rollout)
+        mine = row_sharding.unshared(row_sharding.local_rows(rollout), mesh=self._mesh)
+        scores, succeeded = row_sharding.put_computed(
+            lambda: self._judged(mine), mesh=self._mesh
+        )
+        return evaluation.judge_stats(
+            scores, judged=succeeded if self._may_fail else None
+        )
+
+    def _judged(self, mine: Rollout) -> tuple[HostArray, HostArray]:
+        """Returns scores f32[b], and bool[b], whether the judge gave them."""
         succeeded = np.ones(len(mine.index), bool)
         try:
             scores = self._judge(mine)
@@ -68,12 +77,7 @@ class Judge:
                     file=sys.stderr,
                 )
             self._warned = True
-        scores, succeeded = row_sharding.put_computed(
-            (scores, succeeded), mesh=self._mesh
-        )
-        return evaluation.judge_stats(
-            scores, judged=succeeded if self._may_fail else None
-        )
+        return scores, succeeded
 
 
 def failures(measured: list[Row]) -> int:

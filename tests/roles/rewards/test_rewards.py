@@ -231,6 +231,13 @@ def test_a_python_function_sees_texts_and_rows_without_padding():
     np.testing.assert_array_equal(scores, [32.0, 13.0, 21.0])
 
 
+def test_a_function_is_not_asked_about_no_responses():
+    """A process whose devices have no rows: `max([])` would end the run."""
+    reward = text_reward(lambda prompts, responses, rows: [max(responses)])
+    scores = reward(Answers(*(part[:0] for part in vars(answers()).values())))
+    assert (scores.dtype, scores.shape) == (np.float32, (0,))
+
+
 def only_for(prompt, effect):
     """1.0 for every response but those to one prompt."""
 
