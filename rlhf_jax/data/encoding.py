@@ -20,6 +20,11 @@ from rlhf_jax.runs import progress
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+ENDLESS = (
+    "the chat template ends a response with no stop token of the model, so sampled ones"
+    " go on: add the token that ends a turn to eos_token_id in generation_config.json"
+)
+
 
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase,
@@ -55,6 +60,9 @@ def encode_prompts(
     if questions is None:
         questions = _questions(rows, field=field)
     places, prompts = _places(rows), contract.prompts(questions)
+    chats = [question for question in questions if question.is_chat][:1]
+    if receipt is not None and not all(map(contract.ends_turns, chats)):
+        receipt.note(ENDLESS, where=chats[0].where)
     for tokens, where, row in zip(prompts, places, rows, strict=True):
         lengths.check_prompt(tokens, where=where, of=row[field])
     fits = lengths.fits(

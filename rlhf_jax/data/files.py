@@ -322,7 +322,7 @@ def _written(where: str, row: Row, field: str) -> str | list[Any]:
     if field not in row:
         raise InputError(
             f"{where}: expected a field {field!r}, got {', '.join(map(repr, row))};"
-            " add it, or name the field that holds it"
+            " add it, or rename the field that holds it (or see --prompt-field)"
         )
     value = row[field]
     _check_encodable(where, field, value)

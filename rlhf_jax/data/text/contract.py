@@ -192,6 +192,19 @@ class TextContract:
                 break
         return [*ids]
 
+    def ends_turns(self, question: Question) -> bool:
+        """Whether the chat template ends the assistant's turns with a stop token.
+
+        Args:
+          question: a conversation, whose row's settings the template reads.
+        """
+        later = question._replace(written=[OPENING])
+        try:
+            ids = self._conversations.observation(later)
+        except InputError:  # the template takes no such turn
+            return True
+        return not set(self.stop_ids).isdisjoint(ids)
+
     def turn(self, text: str, *, behind: Question, after: Sequence[int]) -> list[int]:
         """Returns the tokens of a plain response in an episode, stop token included.
 
