@@ -248,10 +248,12 @@ class TextContract:
         documents by control tokens.
 
         Args:
-          special: whether to prepend the tokenizer's prefix, such as BOS.
+          special: whether to prepend the tokenizer's prefix, such as BOS, unless the
+            text begins with it, as a conversation of a template does.
         """
         (ids,) = tokenization.encode(self.tokenizer, [text], special=False)
-        return [*self._joining.prefix, *ids] if special else ids
+        prefix = self._joining.prefix if special else []
+        return ids if ids[: len(prefix)] == prefix else [*prefix, *ids]
 
     def rendered(
         self, conversation: Sequence[Message], *, continued: bool = False
