@@ -256,8 +256,13 @@ def expect_arguments(function: Any, *, takes: Sequence[str], where: str) -> None
     """Checks that a function can be called with these positional arguments.
 
     Raises:
-      InputError: it takes fewer or more; the message names both.
+      InputError: it is a class, or takes fewer or more; the message names both.
     """
+    if isinstance(function, type):
+        raise InputError(
+            f"{where}: expected a function, or an object that is called like one, got "
+            f"the class {function.__name__}; name an object of it"
+        )
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # C code may have no signature
