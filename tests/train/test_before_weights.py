@@ -98,6 +98,11 @@ MISTAKES = {
         "--environment toy_mistakes:Stateless",
         "step: " + ARGUMENTS.format("state, response"),
     ),
+    "no folder for weights": (
+        ("ppo", "grpo", "reinforce", "online-dpo", "distill"),
+        "--sampler process,weights=none",
+        "--sampler: expected an existing folder weights= .*, got none: No such file",
+    ),
     "no task": (
         PLAYING,
         "--environment programming --num-workers 1",
