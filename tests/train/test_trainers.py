@@ -466,7 +466,7 @@ NO_KL = ("--reward=m:f", "--reference=none", "--kl-coef=0")
             ),
             (
                 ("--reward=m:f", "--lifecycle.kl-every=0"),
-                "kl_every: expected a whole number, 1 or more, got 0",
+                "--lifecycle.kl-every: expected a whole number, 1 or more, got 0",
             ),
         ],
     ),
