@@ -184,12 +184,12 @@ def _padded_apart(
     """Returns a tokenizer that pads with no stop token, and the id of its padding."""
     apart, pad_id, instead = tokenizer, None, "none, so texts are scored one by one"
     if tokenizer is not None:
-        added = tokenizer.added_tokens_decoder.items()
-        special = {number for number, token in added if token.special}
-        free = special - {ids["bos_token_id"], *_listed(ids["eos_token_id"])}
+        taken = {ids["bos_token_id"], *_listed(ids["eos_token_id"])}
+        added = tokenizer.added_tokens_decoder
+        free = [i for i in sorted(added) if added[i].special and i not in taken]
         if free:
-            apart, pad_id = copy.deepcopy(tokenizer), min(free)
-            apart.pad_token = instead = tokenizer.convert_ids_to_tokens(pad_id)
+            apart, pad_id = copy.deepcopy(tokenizer), free[0]
+            apart.pad_token = instead = added[pad_id].content
     if processes.is_first():
         print(
             f"note: the padding of the saved reward model is {instead}: its tokenizer "
