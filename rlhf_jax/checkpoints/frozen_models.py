@@ -324,10 +324,9 @@ def _check_ids(path_or_repo_id: str, *, own: Any, role: str) -> None:
     named = f"{role} {path_or_repo_id}"
     whose = own.name_or_path or "the policy"
     if not tokenization.has_files(path_or_repo_id):
-        print(
-            f"note: {named} has no tokenizer to compare with that of {whose}: only "
-            f"the size of its vocabulary was checked, not that its ids mean the same",
-            file=sys.stderr,
+        _note(
+            f"{named} has no tokenizer to compare with that of {whose}: only the size "
+            f"of its vocabulary was checked, not that its ids mean the same"
         )
         return
     theirs = tokenization.load_tokenizer(path_or_repo_id)
@@ -341,11 +340,15 @@ def _check_ids(path_or_repo_id: str, *, own: Any, role: str) -> None:
             f"its ancestor"
         )
     if role in ("reward model", "teacher") and _written_otherwise(own, theirs):
-        print(
-            f"note: {named} has a chat template that writes conversations otherwise "
-            f"than that of {whose}: it reads messages as the latter writes them",
-            file=sys.stderr,
+        _note(
+            f"{named} has a chat template that writes conversations otherwise than "
+            f"that of {whose}: it reads messages as the latter writes them"
         )
+
+
+@functools.cache  # a run looks at a checkpoint before it reads the weights, and then
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
 
 
 def _written_otherwise(own: Any, theirs: Any) -> bool:
