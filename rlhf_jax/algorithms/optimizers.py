@@ -128,6 +128,9 @@ def muon(
 
     Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon.
     """
+    checks.within(least=0, below=1, advice="choose another decay", beta=beta)
+    checks.at_least_one(ns_steps=ns_steps)
+    checks.non_negative(weight_decay=weight_decay)
 
     def dimensions(params: Params) -> Params:
         def of(path: Any, leaf: Array) -> Any:

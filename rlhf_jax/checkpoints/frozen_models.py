@@ -19,6 +19,7 @@ from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.checkpoints import hf
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import hub, tokenization
+from rlhf_jax.data.text import TextContract, messages
 from rlhf_jax.devices import moving
 from rlhf_jax.devices.placement import WITH_POLICY, Place
 from rlhf_jax.devices.sharding import shardings
@@ -319,10 +320,9 @@ def _check_ids(path_or_repo_id: str, *, own: Any, role: str) -> None:
     named = f"{role} {path_or_repo_id}"
     whose = own.name_or_path or "the policy"
     if not tokenization.has_files(path_or_repo_id):
-        print(
-            f"note: {named} has no tokenizer to compare with that of {whose}: only "
-            f"the size of its vocabulary was checked, not that its ids mean the same",
-            file=sys.stderr,
+        _note(
+            f"{named} has no tokenizer to compare with that of {whose}: only the size "
+            f"of its vocabulary was checked, not that its ids mean the same"
         )
         return
     theirs = tokenization.load_tokenizer(path_or_repo_id)
@@ -335,3 +335,25 @@ def _check_ids(path_or_repo_id: str, *, own: Any, role: str) -> None:
             f"same tokens, so take one that was trained on top of this policy or of "
             f"its ancestor"
         )
+    if role in ("reward model", "teacher") and _written_otherwise(own, theirs):
+        _note(
+            f"{named} has a chat template that writes conversations otherwise than "
+            f"that of {whose}: it reads messages as the latter writes them"
+        )
+
+
+@functools.cache  # a run looks at a checkpoint before it reads the weights, and then
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
+
+
+def _written_otherwise(own: Any, theirs: Any) -> bool:
+    """Whether the chat templates of two tokenizers write a conversation differently."""
+    if None in (own.chat_template, theirs.chat_template):
+        return False
+    said = [messages.OPENING, messages.of_assistant("Hello")]
+    try:
+        one, other = (TextContract(reader).rendered(said) for reader in (own, theirs))
+    except InputError:  # a template takes no such conversation
+        return False
+    return one != other

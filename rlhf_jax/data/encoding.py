@@ -17,6 +17,11 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import progress
 
+ENDLESS = (
+    "the chat template ends a response with no stop token of the model, so sampled ones"
+    " go on: add the token that ends a turn to eos_token_id in generation_config.json"
+)
+
 
 def encode_prompts(
     contract: TextContract,
@@ -40,6 +45,9 @@ def encode_prompts(
     if questions is None:
         questions = _questions(rows, field=field)
     prompts = contract.prompts(questions)
+    chats = [question for question in questions if question.is_chat][:1]
+    if contract.receipt is not None and not all(map(contract.ends_turns, chats)):
+        contract.receipt.note(ENDLESS, where=chats[0].where)
     for tokens, where, row in zip(prompts, _places(rows), rows, strict=True):
         lengths.check_prompt(tokens, where=where, of=row[field])
     fits = _fitting(map(len, prompts), rows, field, contract=contract, limits=limits)

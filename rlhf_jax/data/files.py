@@ -53,10 +53,12 @@ def read_prompts(
     Raises:
       InputError: the file is empty or malformed, or a row lacks a prompt.
     """
-    fields = (field,) if beside is None else (field, beside)
+    fields = {field: "--prompt-field"}
+    if beside is not None:
+        fields |= {beside: "--teacher-field"}
 
     def read(where: str, row: Row) -> Reading:
-        prompts = [_read_prompt(where, row, name) for name in fields]
+        prompts = [_read_prompt(where, row, *named) for named in fields.items()]
         others = [name for prompt in prompts for name in _read_beside(prompt)]
         return Reading([row], (*fields, *others))
 
@@ -86,12 +88,15 @@ def read_demonstrations(
         not begin and end with a response.
     """
 
+    # `rlhf-jax sft`, which alone reads turns, names the fields.
+    options = ("--prompt-field", "--response-field") if turns else ("", "")
+
     def read(where: str, row: Row) -> Reading:
         reads = (prompt, response)
         if row.get(response) is None and turns and TURNS in row:
             reads = (prompt, TURNS)
             _check_encodable(where, TURNS, row[TURNS])
-            asked = _read_prompt(where, row, prompt, may_be_blank=True)
+            asked = _read_prompt(where, row, prompt, options[0], may_be_blank=True)
             by_template = not isinstance(asked, str)
             chat.check_turns(row[TURNS], where=where, by_template=by_template)
             return Reading([row], (*reads, *_read_beside(asked)))
@@ -99,8 +104,8 @@ def read_demonstrations(
             reads = ("messages",)
             asked, last_turn = _last_turn(where, row, "messages")
             row = row | {prompt: asked, response: last_turn}
-        asked = _read_prompt(where, row, prompt, may_be_blank=True)
-        _check_response(where, row, asked, response)
+        asked = _read_prompt(where, row, prompt, options[0], may_be_blank=True)
+        _check_response(where, row, asked, response, options[1])
         return Reading([row], (*reads, *_read_beside(asked)))
 
     return read_rows(source, read, receipt=receipt)
@@ -294,10 +299,10 @@ def _check_responses(where: str, row: Row, prompt: str | list[Any]) -> None:
 
 
 def _read_prompt(
-    where: str, row: Row, field: str, *, may_be_blank: bool = False
+    where: str, row: Row, field: str, option: str = "", *, may_be_blank: bool = False
 ) -> str | list[Any]:
     """Reads a prompt; InputError if it is blank or ends with the assistant's turn."""
-    prompt = _written(where, row, field)
+    prompt = _written(where, row, field, option)
     if not isinstance(prompt, str):
         chat.check_prompt(prompt, where=where, field=field)
     if not (may_be_blank or chat.content(prompt).strip()):
@@ -308,21 +313,29 @@ def _read_prompt(
     return prompt
 
 
-def _check_response(where: str, row: Row, prompt: str | list[Any], field: str) -> None:
+def _check_response(
+    where: str, row: Row, prompt: str | list[Any], field: str, option: str = ""
+) -> None:
     """Raises InputError unless the field has a response; messages answer messages."""
-    response = _written(where, row, field)
+    response = _written(where, row, field, option)
     if isinstance(prompt, str):
         chat.plain(response, where=where, field=field)
     elif not isinstance(response, str):
         chat.check_response(response, where=where, field=field)
 
 
-def _written(where: str, row: Row, field: str) -> str | list[Any]:
-    """Reads a text or messages; InputError for anything else."""
+def _written(where: str, row: Row, field: str, option: str = "") -> str | list[Any]:
+    """Reads a text or messages; InputError for anything else.
+
+    `option` names the field, for the error; "" where none does.
+    """
     if field not in row:
+        how = (
+            f"name the field that holds it by {option}" if option else "rename a field"
+        )
         raise InputError(
             f"{where}: expected a field {field!r}, got {', '.join(map(repr, row))};"
-            " add it, or name the field that holds it"
+            f" add it, or {how}"
         )
     value = row[field]
     _check_encodable(where, field, value)

@@ -41,16 +41,18 @@ def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase:
 
     folder = hub.folder(path_or_id, patterns=FILES)
     cause: Exception | None = None
+    got = (
+        " none of its files; save the tokenizer there, or name the folder that holds it"
+        " with --tokenizer, such as RUN/model of a run"
+    )
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder))
         if tokenizer.vocab_size > 0:  # 0: the folder has only a config.json
             return tokenizer
-        got = (
-            " none of its files; save the tokenizer there, or name the folder that"
-            " holds it with --tokenizer"
-        )
     except Exception as error:  # the tokenizers library raises bare Exception
-        cause, got = error, f": {' '.join(str(error).split()):.200}"
+        cause = error
+        if has_files(folder):
+            got = f": {' '.join(str(error).split()):.200}"
     raise InputError(
         f"{path_or_id}: expected a folder with tokenizer.json, or a hub id, got{got}"
     ) from cause

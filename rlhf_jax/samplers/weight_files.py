@@ -34,7 +34,7 @@ class HandOverFolder:
         """Makes the folder.
 
         Args:
-          parent: the folder that contains it; None is the system's temporary folder.
+          parent: an existing folder for it; None is the system's temporary folder.
 
         Raises:
           InputError: the folder cannot be made.
@@ -42,15 +42,15 @@ class HandOverFolder:
         try:
             if parent is None:
                 parent = Path(tempfile.gettempdir())
-            parent.mkdir(parents=True, exist_ok=True)
             _remove_left_behind(parent)
             prefix = f"{_prefix()}{os.getpid()}-"
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent)).absolute()
             os.chmod(self.path, 0o755)  # a server may run as another user
         except OSError as error:
             raise InputError(
-                f"--sampler: expected a folder weights= in which files can be written, "
-                f"got {parent}: {error.strerror}; choose another"
+                f"--sampler: expected an existing folder weights= in which files can "
+                f"be written, got {parent}: {error.strerror}; make it, or correct the "
+                f"path"
             ) from error
 
     @contextlib.contextmanager

@@ -26,7 +26,7 @@ from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.text import Written
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.extensions import entry_points
-from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.functional.checks import StopError
 from rlhf_jax.models.packing import SizedPacking
 from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference import frozen
@@ -382,10 +382,5 @@ def make_verifier(
             command_line.expect_arguments(
                 verifier, takes=verifiers.TAKES, where=f"{called} {name}"
             )
-    if isinstance(verifier, type):
-        raise InputError(
-            f"{called} {choice.name}: expected a function, or an object that is called "
-            f"like one, got the class {verifier.__name__}; name an object of it"
-        )
     isolating = isinstance(verifier, verifiers.Isolating)
     return verifier.isolated(unsafe=unsafe) if isolating else verifier

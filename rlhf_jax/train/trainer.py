@@ -70,6 +70,11 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
     meshes, receipts = Meshes.of(config), Receipts()
     mesh = meshes.policy
     pools = RewardPools(config, mesh=mesh, stack=stack)
+    weights = getattr(config.sampler.sampler, "weights", None)
+    if weights is not None and processes.is_first():
+        from rlhf_jax.samplers import weight_files  # few runs have a sampler outside
+
+        weight_files.HandOverFolder(weights).close()  # or raises
     judging = judge = None
     if config.watch.judge is not None:
         from rlhf_jax.train.watch import judge as judges  # few runs have one

@@ -232,3 +232,35 @@ def test_a_frozen_model_runs_on_the_backend_of_the_policy(policy):
     )
     assert (planned.attention, planned.unroll) == ("cudnn", False)
     assert frozen_models.run_beside_policy(policy.model, policy=policy).unroll
+
+
+def chat_template(end):
+    return "{% for m in messages %}{{ m.content }} " + end + " {% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "noted"),
+    [
+        (chat_template("."), False),
+        (chat_template("{{ '.' }}"), False),  # written in another way
+        (None, False),
+        ("{{ raise_exception('no') }}", False),
+        (chat_template("?"), True),
+    ],
+)
+def test_a_reward_model_with_another_chat_template_is_noted(
+    template, noted, tmp_path, policy, capsys
+):
+    """It learned conversations in another form than the policy's tokens have."""
+    folder = toy_files.reward_model(tmp_path / "scorer")
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    reader = toy_files.tokenizer()
+    reader.chat_template = chat_template(".")
+    frozen_models.load_reward_model(
+        str(folder),
+        policy=policy._replace(tokenizer=reader),
+        storage=frozen_models.COPY,
+    )
+    note = f"note: reward model {folder} has a chat template that writes conversations"
+    assert (note in capsys.readouterr().err) == noted

@@ -15,12 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizer_zoo
+import toy_files
 from huggingface_hub.errors import LocalEntryNotFoundError
 from jax.sharding import NamedSharding, PartitionSpec
 from places import FIXTURES
 from safetensors.numpy import load_file, save_file
 
-from rlhf_jax import config, decoder, hf
+from rlhf_jax import config, decoder, hf, rewards
 from rlhf_jax.checkpoints import shards
 from rlhf_jax.data import hub, tokenization
 from rlhf_jax.functional.checks import InputError, StopError
@@ -173,6 +175,37 @@ def test_the_tokenizer_gives_the_special_ids(tmp_path, shared_data):
         tmp_path / "chat", model, params, tokenizer=tokenizer, stop_ids=[5, 6], pad_id=7
     )
     assert hf.stop_ids(tmp_path / "chat") == (5, 6)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_transformers_scores_the_stop_token_of_a_tokenizer_that_pads_with_it(
+    side, tmp_path, capsys
+):
+    import transformers
+
+    tokenizer = toy_files.tokenizer()
+    tokenizer.padding_side, tokenizer.pad_token = side, "<eos>"
+    scorer = rewards.init(jax.random.key(1), toy_files.params(), model=toy_files.MODEL)
+    hf.save_reward(tmp_path / "out", toy_files.MODEL, scorer, tokenizer=tokenizer)
+    assert "padding of the saved reward model is <pad>" in capsys.readouterr().err
+    assert tokenizer.pad_token == "<eos>"  # a copy was saved
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    texts = [[5, 6, 1], [7, 1]]
+    tokens = np.array(again.pad({"input_ids": texts})["input_ids"])
+    saved = json.loads((tmp_path / "out" / "config.json").read_text())
+    # The rule of `transformers.modeling_layers.GenericForSequenceClassification`.
+    last = (np.arange(3) * (tokens != saved["pad_token_id"])).argmax(-1)
+    assert list(last) == ([2, 2] if side == "left" else [2, 1])
+    assert [row[i] for row, i in zip(tokens, last, strict=True)] == [1, 1]
+
+
+def test_a_reward_model_without_a_token_to_pad_with_has_no_padding(tmp_path):
+    trait = tokenizer_zoo.zoo()["EOS is padding"]
+    scorer = rewards.init(jax.random.key(1), toy_files.params(), model=toy_files.MODEL)
+    hf.save_reward(tmp_path / "out", toy_files.MODEL, scorer, tokenizer=trait.tokenizer)
+    saved = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert saved["eos_token_id"] == trait.stop_ids[0]
+    assert saved["pad_token_id"] is None  # transformers refuses batches
 
 
 def test_dtype_and_sharding_of_what_is_read():

@@ -19,6 +19,7 @@ from rlhf_jax import config, sft
 from rlhf_jax.data import batches, encoding, files, packing, tokenization
 from rlhf_jax.data.examples import Example, Pair
 from rlhf_jax.data.lengths import Limits
+from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.data.text import TextContract, chat, templates
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.rewards import transcripts
@@ -224,6 +225,19 @@ def test_an_answer_ends_once_with_any_of_the_stop_ids():
     row = {"prompt": [user("Hi")], "response": "Yes<|im_end|>"}
     [example] = demonstrate(byte_tokenizer(CHATML), row, stop_ids=stop_ids)
     assert example.response == [*yes, *end]
+
+
+@for_each_family
+def test_prompts_whose_responses_never_end_are_noted(reader, prompt, answer):
+    def notes(**stops):
+        receipt = Receipts().source("--prompts", "p.jsonl")
+        rows = [{"prompt": "a text"}, {"prompt": [user("Hi")]}, {"prompt": [user("a")]}]
+        encoding.encode_prompts(reader, rows, max_length=99, receipt=receipt, **stops)
+        return receipt.to_json()["notes"]
+
+    assert notes() == notes(stop_ids=[IDS["<eos>"], answer[-1]]) == {}
+    [note] = notes(stop_ids=[IDS["<eos>"]])  # as of a tokenizer with another EOS
+    assert note.startswith("the chat template ends a response with no stop token of")
 
 
 OVER = "<|im_end|>Over.<|im_end|>"

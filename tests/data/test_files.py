@@ -1,11 +1,13 @@
 """Files to rows, and the message for each malformed file."""
 
+import functools
 import json
 import pickle
 import sys
 import types
 
 import pytest
+import toy_files
 
 from rlhf_jax.data import files, json_lines, splits
 from rlhf_jax.functional.checks import InputError
@@ -350,3 +352,28 @@ def test_a_row_knows_its_line_and_is_a_plain_dict_elsewhere(write):
     assert b"rlhf_jax" not in pickled
     assert type(pickle.loads(pickled)) is dict
     assert pickle.loads(pickled) == {"prompt": "b", "id": 2}
+
+
+@pytest.mark.parametrize(
+    ("read", "row", "advice"),
+    [
+        (files.read_prompts, {"q": "a"}, "by --prompt-field"),
+        (
+            functools.partial(files.read_prompts, beside="b"),
+            {"prompt": "a"},
+            "by --teacher-field",
+        ),
+        (
+            functools.partial(files.read_demonstrations, turns=True),
+            {"prompt": "a", "completion": "b"},
+            "by --response-field",
+        ),
+        (files.read_demonstrations, {"text": "a"}, "or rename a field"),  # --ptx
+        (files.read_preferences, {"prompt": "a", "good": "b"}, "or rename a field"),
+    ],
+)
+def test_a_missing_field_names_an_option_where_there_is_one(
+    read, row, advice, tmp_path
+):
+    with pytest.raises(InputError, match=f"expected a field .*; add it, .*{advice}$"):
+        read(toy_files.jsonl(tmp_path / "rows.jsonl", row))

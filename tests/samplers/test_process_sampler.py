@@ -210,10 +210,12 @@ def test_folders_of_killed_processes_are_removed(tmp_path):
     assert names == {before.path.name, after.path.name, elsewhere}
 
 
-def test_a_folder_that_cannot_be(tmp_path):
+@pytest.mark.parametrize("name", ["file/below", "mistyped", "mistyped/below"])
+def test_a_folder_that_is_not_there_is_refused_and_not_made(name, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="--sampler: expected a folder weights="):
-        weight_files.HandOverFolder(tmp_path / "file" / "below")
+    with pytest.raises(InputError, match="--sampler: expected an existing folder"):
+        weight_files.HandOverFolder(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.slow

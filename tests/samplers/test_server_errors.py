@@ -68,7 +68,7 @@ def sampler(url, **options):
 
 @pytest.mark.slow
 def test_what_is_asked_and_handed_over(toy, url, tmp_path):
-    with sampler(url, weights=tmp_path / "new") as server:
+    with sampler(url, weights=tmp_path) as server:
         assert server.hand_over(PARAMS, version=4) < 1e-5
         requests, toy.requests = toy.requests, []
         assert len({json.dumps(request) for request in requests}) == 8
@@ -90,7 +90,7 @@ def test_what_is_asked_and_handed_over(toy, url, tmp_path):
     assert first[0]["stop_token_ids"] == [1]
     assert all(0 <= request["seed"] < 2**31 for request in first)
     assert toy.loads == [("version-4", ["config.json", "model.safetensors"])]
-    assert not list((tmp_path / "new").iterdir())
+    assert not list(tmp_path.iterdir())
 
 
 UNUSED = dataclasses.replace(

@@ -43,17 +43,17 @@ MISTAKES = {
     "no field": (EVERY, "DATA other.jsonl", "other.jsonl:1: expected"),
     "no chat template": (EVERY, "DATA chat.jsonl", "chat template"),
     "too long": (RL, "--max-new-tokens 16", "--max-new-tokens: expected a number"),
-    "too long to learn": (SUPERVISED, "--max-length 17", "max_length: expected"),
+    "too long to learn": (SUPERVISED, "--max-length 17", "--max-length: expected"),
     "no room": ((*RL, "evaluate"), "--prompts long.jsonl", "long.jsonl:1: expected"),
     "more tokens than there are": (
         ("ppo", "grpo", "reinforce"),
         "--penalty.value-estimator exact --penalty.top-k 25",
-        r"penalty\.top_k: expected a number of at most 24, got 25",
+        r"--penalty\.top-k: expected a number of at most 24, got 25",
     ),
     "more of a teacher": (
         ("distill",),
         "--divergence reverse --top-k 25",
-        "top_k: expected a number of at most 24, got 25",
+        "--top-k: expected a number of at most 24, got 25",
     ),
     "no held-out": (RL, "--held-out none.jsonl", "none.jsonl: expected a readable"),
     "held-out cut": (RL, "--held-out cut.jsonl", "cut.jsonl:2: expected one JSON"),
@@ -97,6 +97,11 @@ MISTAKES = {
         PLAYING,
         "--environment toy_mistakes:Stateless",
         "step: " + ARGUMENTS.format("state, response"),
+    ),
+    "no folder for weights": (
+        ("ppo", "grpo", "reinforce", "online-dpo", "distill"),
+        "--sampler process,weights=none",
+        "--sampler: expected an existing folder weights= .*, got none: No such file",
     ),
     "no task": (
         PLAYING,

@@ -332,7 +332,7 @@ def test_a_stopped_student_of_its_group_goes_on_to_the_last_bit(
         ),
         (
             "--success-score=1",
-            "success_score: expected a group to take a demonstration from",
+            "--success-score: expected a group to take a demonstration from",
         ),
         (
             "--success-score=1 --group-size=2 --reward=m:f --teacher-field=a",
@@ -340,19 +340,19 @@ def test_a_stopped_student_of_its_group_goes_on_to_the_last_bit(
         ),
         (
             "--success-score=1 --group-size=2 --penalty.placement=reward",
-            "success_score: expected a divergence in the loss alone",
+            "--success-score: expected a divergence in the loss alone",
         ),
         (
             "--aggregation=prompt_mean",
             "aggregation: expected another than prompt_mean in distillation",
         ),
-        ("--kl-coef=0", "kl_coef: expected a finite number above 0, got 0"),
+        ("--kl-coef=0", "--kl-coef: expected a finite number above 0, got 0"),
         (
             "--ptx-coef=1",
             "--ptx-coef: expected --ptx with it, got none; give both",
         ),
-        ("--num-shown=-1", "num_shown: expected a finite number, 0 or more"),
-        ("--max-grad-norm=0", "max_grad_norm: expected a finite number above 0"),
+        ("--num-shown=-1", "--num-shown: expected a finite number, 0 or more"),
+        ("--max-grad-norm=0", "--max-grad-norm: expected a finite number above 0"),
         (
             "--sampler-correction=recompute --sampler=here,dtype=int8",
             "a --sampler that rounds cannot be combined with --sampler-correction "

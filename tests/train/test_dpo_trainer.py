@@ -249,10 +249,10 @@ def test_real_pairs(real, shared_data, tmp_path):
     one_in(
         2,
         [
-            (("--beta=0",), "beta: expected a finite number above 0, got 0.0"),
+            (("--beta=0",), "--beta: expected a finite number above 0, got 0.0"),
             (
                 ("--label-smoothing=0.5",),
-                "label_smoothing: expected a number of at least",
+                "--label-smoothing: expected a number of at least",
             ),
             (("--kind=ipo", "--label-smoothing=0.1"), "expected 0 with kind 'ipo'"),
             (
@@ -288,13 +288,13 @@ def test_real_pairs(real, shared_data, tmp_path):
                 ("--schedule=cosine,warmup=1",),
                 "warmup of --schedule: expected a number of at least 0 and below 1",
             ),
-            (("--num-steps=0",), "num_steps: expected a finite number above 0"),
+            (("--num-steps=0",), "--num-steps: expected a finite number above 0"),
             (
                 ("--row-width=8",),
                 ".jsonl:1: expected at most 8 tokens, the width of a row",
             ),
             (("--max-length=5",), "expected at most 5 tokens, got 7"),
-            (("--micro-batch-size=3",), "micro_batch_size to divide the 4 rows"),
+            (("--micro-batch-size=3",), "micro-batch-size to divide the 4 rows"),
             (("--held-out=0.99",), "expected rows to train on beside 15 held out"),
         ],
     ),

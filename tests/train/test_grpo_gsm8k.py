@@ -254,7 +254,7 @@ def test_the_mixture_of_nash_md_may_have_another_checkpoint(files, tmp_path):
             "--reference none cannot be combined with rlhf-jax nash-md",
         ),
         ("--batch-size=7", "--batch-size: expected an even number, for a response of"),
-        ("--mixture=1", "mixture: expected a number above 0 and below 1, got"),
+        ("--mixture=1", "--mixture: expected a number above 0 and below 1, got"),
         ("--placement.reference=last", "because its mixture or greedy responses are"),
         ("--placement.sampler=data=1", "because its mixture or greedy responses are"),
         (
@@ -283,13 +283,13 @@ def test_options_that_nash_md_refuses(files, tmp_path, capsys, argv, message):
             "--reference=none",
             "--reference none cannot be combined with rlhf-jax online-dpo",
         ),
-        ("--kl-coef=0", "kl_coef: expected a finite number above 0"),
+        ("--kl-coef=0", "--kl-coef: expected a finite number above 0"),
         (
             "--packing=auto",
             "with rlhf-jax online-dpo, because its loss reads padded rows",
         ),
         ("--group-size=3", "3"),
-        ("--micro-batch-size=8", "expected micro_batch_size to divide the 4 pairs"),
+        ("--micro-batch-size=8", "expected --micro-batch-size to divide the 4 pairs"),
         (
             "--references=other=x,weight=1",
             "with rlhf-jax online-dpo, because its loss reads one",
@@ -618,15 +618,21 @@ UNMARKED = {"question": "what is one ?", "answer": "one"}
             (("--chat",), ".jsonl:1: expected a tokenizer with a chat template"),
             (
                 ("--batch-size=6",),
-                "group_size: expected to divide the 6 rows of a batch",
+                "--group-size: expected to divide the 6 rows of a batch",
             ),
-            (("--group-size=1",), "group_size: expected at least 2, got 1"),
-            (("--kl-coef=-1",), "kl_coef: expected a finite number, 0 or more, got -1"),
+            (("--group-size=1",), "--group-size: expected at least 2, got 1"),
+            (
+                ("--kl-coef=-1",),
+                "--kl-coef: expected a finite number, 0 or more, got -1",
+            ),
             (
                 ("--held-out-rows=0",),
-                "held_out_rows: expected a finite number above 0, got 0",
+                "--held-out-rows: expected a finite number above 0, got 0",
             ),
-            (("--num-minibatches=3",), "expected num_minibatches to divide the 8 rows"),
+            (
+                ("--num-minibatches=3",),
+                "expected --num-minibatches to divide the 8 rows",
+            ),
             (("--timeout=0",), "timeout: expected a finite number above 0, got 0"),
             (
                 ("--prompt-field=q",),

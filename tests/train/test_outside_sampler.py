@@ -63,6 +63,7 @@ GROUPS = "--group-size=4"
 @pytest.mark.slow
 def test_a_process_is_our_decoder_to_the_bit_and_resumes(files):
     here = train(files, "here", GROUPS)
+    (files / "weights").mkdir()
     outside = (f"--sampler=process,weights={files / 'weights'}", GROUPS)
     run = train(files, "run", *outside)
     assert bits(run) == bits(here)

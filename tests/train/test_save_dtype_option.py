@@ -11,7 +11,7 @@ from test_trainers import ANSWERS, OTHER, PAIR, play
 
 from rlhf_jax import hf
 from rlhf_jax.runs import metrics
-from rlhf_jax.runs.command_line.options import option_names
+from rlhf_jax.runs.command_line.refusals import option_names
 from rlhf_jax.train import evaluate
 from rlhf_jax.train.supervised import dpo, reward_model, sft
 

@@ -348,13 +348,13 @@ NO_KL = ("--reward=m:f", "--reference=none", "--kl-coef=0")
             ),
             (
                 ("--reward=m:f", "--batch-size=0"),
-                "batch_size: expected a finite number",
+                "--batch-size: expected a finite number",
             ),
             (
                 ("--reward=m:f", "--kl-coef=-1"),
-                "kl_coef: expected a finite number, 0 or",
+                "--kl-coef: expected a finite number, 0 or",
             ),
-            (("--reward=m:f", "--sample-every=0"), "sample_every: expected"),
+            (("--reward=m:f", "--sample-every=0"), "--sample-every: expected"),
             (("--reward=m:f", "--kl-cof=1"), "--kl-cof"),
             (("--reward=score",), "expected module:function, got 'score'"),
             (
@@ -365,11 +365,11 @@ NO_KL = ("--reward=m:f", "--reference=none", "--kl-coef=0")
             (("--reward=json:__doc__",), "json/__init__.py, got str; define it there"),
             (
                 ("--reward=operator:setitem", "--batch-size=6", "--num-minibatches=4"),
-                "expected num_minibatches to divide the 6 rows of a batch, got 4",
+                "expected --num-minibatches to divide the 6 rows of a batch, got 4",
             ),
             (
                 ("--reward=operator:setitem", "--micro-batch-size=3"),
-                "expected micro_batch_size to divide the 4 rows of a minibatch",
+                "expected --micro-batch-size to divide the 4 rows of a minibatch",
             ),
             (
                 ("--reward=operator:setitem", "--max-new-tokens=14"),
@@ -389,7 +389,7 @@ NO_KL = ("--reward=m:f", "--reference=none", "--kl-coef=0")
             ),
             (
                 ("--reward=operator:setitem", "--temperature=0"),
-                "temperature: expected a finite",
+                "--temperature: expected a finite",
             ),
             (
                 ("--reward=m:f", "--kl-control=adaptive,target=-1,unit=response"),
@@ -397,7 +397,7 @@ NO_KL = ("--reward=m:f", "--reference=none", "--kl-coef=0")
             ),
             (
                 ("--reward=operator:setitem", "--num-steps=0"),
-                "num_steps: expected a finite",
+                "--num-steps: expected a finite",
             ),
             (
                 ("--reward=m:f", "--reference=none", "--kl-coef=0.1"),
@@ -419,7 +419,7 @@ NO_KL = ("--reward=m:f", "--reference=none", "--kl-coef=0")
                     *("--reward=m:f", "--sampler-correction=truncate"),
                     *("--whiten-advantages=minibatch",),
                 ),
-                "sampler_correction: expected whitening over the rollout or none",
+                "--sampler-correction: expected whitening over the rollout or none",
             ),
             (
                 ("--reward=m:f", "--placement.reward=cpu"),
@@ -466,7 +466,7 @@ NO_KL = ("--reward=m:f", "--reference=none", "--kl-coef=0")
             ),
             (
                 ("--reward=m:f", "--lifecycle.kl-every=0"),
-                "kl_every: expected a whole number, 1 or more, got 0",
+                "--lifecycle.kl-every: expected a whole number, 1 or more, got 0",
             ),
         ],
     ),
@@ -716,11 +716,11 @@ def test_models_in_the_wrong_place(files, tmp_path, capsys):
             ("--max-length=17",),
             "a number of at most 16, got 17; the model's context",
         ),
-        (PAIR, ("--micro-batch-size=3",), "micro_batch_size to divide the 4 rows"),
+        (PAIR, ("--micro-batch-size=3",), "micro-batch-size to divide the 4 rows"),
         (
             PAIR,
             ("--held-out=1",),
-            "share to hold out: expected a number of at least 0 and below 1",
+            "--held-out: expected a number of at least 0 and below 1",
         ),
         (PAIR, ("--held-out=0.9",), "expected rows to train on beside 2 held out"),
         (
@@ -763,12 +763,12 @@ def test_pairs_that_the_reward_model_refuses(
             ("--model=MODEL", "--schedule=cosine,warmup=1"),
             "warmup of --schedule: expected a number of at least 0 and below 1",
         ),
-        (("--model=MODEL", "--micro-batch-size=3"), "micro_batch_size to divide the 4"),
+        (("--model=MODEL", "--micro-batch-size=3"), "micro-batch-size to divide the 4"),
         (
             ("--model=MODEL", "--prompt-field=question"),
             "answers.jsonl:1: expected a fi",
         ),
-        (("--model=MODEL", "--num-steps=0"), "num_steps: expected a finite"),
+        (("--model=MODEL", "--num-steps=0"), "--num-steps: expected a finite"),
     ],
 )
 def test_options_that_sft_refuses(files, tmp_path, capsys, argv, message):

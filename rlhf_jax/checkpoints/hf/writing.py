@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,6 +86,10 @@ def save_reward(
     The score is not rounded to `dtype`: it is a single row that was fitted to the
     scores' mean and spread. Readers that load all weights in one dtype round it.
 
+    `transformers` scores the last token that is not padding. A stop token as padding
+    would move the score to the token before it, so another special token pads; without
+    one config.json has no padding, and `transformers` scores texts one by one.
+
     Args:
       params: {"trunk": ..., "score": ...}.
       dtype: of the trunk; None is the dtype of the parameters.
@@ -98,6 +104,9 @@ def save_reward(
     trunk = {path: x for path, x in leaves.items() if path.startswith("trunk/")}
     casting.check(trunk, dtype=dtype)
     bias = float(leaves["score/bias"])
+    ids = _special_ids(tokenizer, stop_ids=stop_ids, pad_id=pad_id)
+    if ids["pad_token_id"] in _listed(ids["eos_token_id"]):
+        tokenizer, ids["pad_token_id"] = _padded_apart(tokenizer, ids=ids)
     _write(
         path,
         leaves,
@@ -109,7 +118,7 @@ def save_reward(
             "label2id": {"LABEL_0": 0},
             **({"score_bias": bias} if bias != 0.0 else {}),
         },
-        ids=_special_ids(tokenizer, stop_ids=stop_ids, pad_id=pad_id),
+        ids=ids,
         tokenizer=tokenizer,
         max_shard_bytes=max_shard_bytes,
         dtype=dtype,
@@ -167,6 +176,31 @@ def _special_ids(
         "eos_token_id": eos,
         "pad_token_id": pad if pad_id is None else pad_id,
     }
+
+
+def _padded_apart(
+    tokenizer: PreTrainedTokenizerBase | None, *, ids: dict[str, Any]
+) -> tuple[PreTrainedTokenizerBase | None, int | None]:
+    """Returns a tokenizer that pads with no stop token, and the id of its padding."""
+    apart, pad_id, instead = tokenizer, None, "none, so texts are scored one by one"
+    if tokenizer is not None:
+        taken = {ids["bos_token_id"], *_listed(ids["eos_token_id"])}
+        added = tokenizer.added_tokens_decoder
+        free = [i for i in sorted(added) if added[i].special and i not in taken]
+        if free:
+            apart, pad_id = copy.deepcopy(tokenizer), free[0]
+            apart.pad_token = instead = added[pad_id].content
+    if processes.is_first():
+        print(
+            f"note: the padding of the saved reward model is {instead}: its tokenizer "
+            f"pads with a stop token, which transformers would not score",
+            file=sys.stderr,
+        )
+    return apart, pad_id
+
+
+def _listed(ids: int | list[int] | None) -> list[int]:
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
 def _write(

@@ -193,6 +193,19 @@ class TextContract:
                 break
         return [*ids]
 
+    def ends_turns(self, question: Question) -> bool:
+        """Whether the chat template ends the assistant's turns with a stop token.
+
+        Args:
+          question: a conversation, whose row's settings the template reads.
+        """
+        later = question._replace(written=[OPENING])
+        try:
+            ids = self._conversations.observation(later)
+        except InputError:  # the template takes no such turn
+            return True
+        return not set(self.stop_ids).isdisjoint(ids)
+
     def turn(self, text: str, *, behind: Question, after: Sequence[int]) -> list[int]:
         """Returns the tokens of a plain response in an episode, stop token included.
 
@@ -236,10 +249,12 @@ class TextContract:
         documents by control tokens.
 
         Args:
-          special: whether to prepend the tokenizer's prefix, such as BOS.
+          special: whether to prepend the tokenizer's prefix, such as BOS, unless the
+            text begins with it, as a conversation of a template does.
         """
         (ids,) = tokenization.encode(self.tokenizer, [text], special=False)
-        return [*self._joining.prefix, *ids] if special else ids
+        prefix = self._joining.prefix if special else []
+        return ids if ids[: len(prefix)] == prefix else [*prefix, *ids]
 
     def rendered(
         self, conversation: Sequence[Message], *, continued: bool = False

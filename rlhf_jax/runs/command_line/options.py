@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_jax.functional.checks import InputError, StopError
-from rlhf_jax.runs import choices, folder, parsing, run_config
+from rlhf_jax.runs import folder, parsing, run_config
 from rlhf_jax.runs.command_line import help_screen, refusals
 from rlhf_jax.runs.object_storage import urls
 from rlhf_jax.runs.run_config import RunConfig
@@ -154,7 +154,7 @@ def read_file(path: Path) -> dict[str, Any]:
 def _refuse_renamed(
     renamed: Mapping[str, str], options: Sequence[str], config_class: type[Any]
 ) -> None:
-    known = option_names(config_class)
+    known = refusals.option_names(config_class)
     for text in options:
         name = text.partition("=")[0].replace("_", "-")
         if name in renamed and name not in known:
@@ -164,22 +164,6 @@ def _refuse_renamed(
                 f"expected an option of this command, got {name}; "
                 f"{f'write {successor}' if exists else 'leave it out'}"
             )
-
-
-def option_names(kind: type[Any], *, prefix: str = "--") -> set[str]:
-    """Returns a config's options: one per choice, and those of each group's fields."""
-    options: set[str] = set()
-    hints = typing.get_type_hints(kind, include_extras=True)
-    for field in dataclasses.fields(kind):
-        hint = hints[field.name]
-        group = choices.bare(hint)
-        option = f"{prefix}{field.name.replace('_', '-')}"
-        if dataclasses.is_dataclass(group) and choices.spec_of(hint) is None:
-            inner = prefix if choices.is_unnamed(hint) else f"{option}."
-            options |= option_names(typing.cast(Any, group), prefix=inner)
-        else:
-            options.add(option)
-    return options
 
 
 def _notes(presets: Presets) -> list[str]:
@@ -272,8 +256,13 @@ def expect_arguments(function: Any, *, takes: Sequence[str], where: str) -> None
     """Checks that a function can be called with these positional arguments.
 
     Raises:
-      InputError: it takes fewer or more; the message names both.
+      InputError: it is a class, or takes fewer or more; the message names both.
     """
+    if isinstance(function, type):
+        raise InputError(
+            f"{where}: expected a function, or an object that is called like one, got "
+            f"the class {function.__name__}; name an object of it"
+        )
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # C code may have no signature

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import inspect
 import io
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import typing
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import tyro
@@ -33,6 +35,13 @@ ARGPARSE = (  # (message of argparse, message of this package)
     (r"unrecognized arguments: (.*)", r"expected other options, got '\1'"),
     (r"the following arguments are required: (.*)", r"expected \1, got none"),
 )
+# A field at the beginning of a message, perhaps after its group.
+FIELD = re.compile(
+    r"(?:(?P<group>[a-z_]+)(?:: |\.))?(?P<field>[a-z]\w*): (?=expected )"
+)
+OF_SEVERAL = re.compile(r"expected (?:one of )?([a-z]+_\w+) (?:and|to) ")
+OF_WORDS = re.compile(r"(?<![\w.'-])[a-z]+(?:_[a-z]+)+\b(?!=)")  # batch_size
+RECORD = re.compile(r"(?<=got )[A-Z]\w*\(.*\)(?=;)")  # how Python shows a choice
 
 
 class Arguments(argparse.ArgumentParser):
@@ -65,23 +74,24 @@ def cli(
     """
     args = sys.argv[1:] if args is None else args
     printed = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(printed):
-            parsed = tyro.cli(
-                wanted,
-                prog=prog,
-                args=args,
-                description=_joined(description or "") or None,
-                registry=choices.REGISTRY,
-                **options,
-            )
-    except SystemExit as stop:
-        if stop.code != 2:  # --help
-            raise
-        see = "--help" if options.get("add_help", True) else "--help-all"
-        box = COLOURS.sub("", printed.getvalue())
-        why = _message(box, args=args, prog=prog, see=f"{prog} {see}")
-        raise InputError(_own(stop, box) or why) from None
+    with naming(wanted, args):
+        try:
+            with contextlib.redirect_stderr(printed):
+                parsed = tyro.cli(
+                    wanted,
+                    prog=prog,
+                    args=args,
+                    description=_joined(description or "") or None,
+                    registry=choices.REGISTRY,
+                    **options,
+                )
+        except SystemExit as stop:
+            if stop.code != 2:  # --help
+                raise
+            see = "--help" if options.get("add_help", True) else "--help-all"
+            box = COLOURS.sub("", printed.getvalue())
+            why = _message(box, args=args, prog=prog, see=f"{prog} {see}")
+            raise InputError(_own(stop, box) or why) from None
     print(printed.getvalue(), end="", file=sys.stderr)  # warnings
     return parsed
 
@@ -101,7 +111,97 @@ def call(
 
     bound.__annotations__ = function.__annotations__ | {"return": Callable[[], None]}
     bound.__doc__ = _joined(inspect.getdoc(function) or "")
-    cli(bound, prog=prog, args=args)()
+    with naming(function, args):
+        cli(bound, prog=prog, args=args)()
+
+
+def option_names(wanted: Any, *, prefix: str = "--") -> set[str]:
+    """Returns the options of a config or function.
+
+    These are one per choice or plain value, and those of each group's fields.
+    """
+    hints = typing.get_type_hints(wanted, include_extras=True)
+    names: Iterable[str] = hints.keys() - {"return"}
+    if dataclasses.is_dataclass(wanted):
+        names = [field.name for field in dataclasses.fields(wanted)]
+    options: set[str] = set()
+    for name in names:
+        hint = hints[name]
+        group = choices.bare(hint)
+        option = f"{prefix}{name.replace('_', '-')}"
+        if dataclasses.is_dataclass(group) and choices.spec_of(hint) is None:
+            inner = prefix if choices.is_unnamed(hint) else f"{option}."
+            options |= option_names(group, prefix=inner)
+        else:
+            options.add(option)
+    return options
+
+
+@contextlib.contextmanager
+def naming(wanted: Any, args: Sequence[str] | None) -> Iterator[None]:
+    """Rewrites the messages of errors by `in_options`; None is the command line."""
+    try:
+        yield
+    except InputError as error:
+        args = sys.argv[1:] if args is None else args
+        options = option_names(wanted)
+        error.args = (in_options(str(error), options=options, args=args),)
+        raise
+
+
+def in_options(message: str, *, options: Iterable[str], args: Sequence[str]) -> str:
+    """Names the options of a command where an error names the fields of its config.
+
+        batch_size: expected ..., got 0; choose batch_size > 0
+        --batch-size: expected ..., got 0; choose --batch-size > 0
+
+    The key of a choice follows its option, and a choice is shown as it was given.
+
+    Args:
+      options: all options of the command; `args` are those that were given.
+    """
+    named: dict[str, list[str]] = {}
+    for option in sorted(options):
+        field = option.removeprefix("--").rpartition(".")[2].replace("-", "_")
+        named.setdefault(field, []).append(option)
+    given = [word.partition("=")[0].replace("_", "-") for word in args]
+
+    def option_of(field: str, group: str | None) -> str:
+        several = named[field]
+        alike = [option for option in several if option.rpartition(".")[0] == group]
+        chosen = [option for option in several if option in given]
+        return " or ".join(alike or chosen or several)
+
+    def rewritten(line: str) -> str:
+        match, several = FIELD.match(line), OF_SEVERAL.match(line)
+        first, group = "", None
+        if match is not None:
+            field, group = match["field"], match["group"] and f"--{match['group']}"
+            if field not in named:
+                return f"{_given_key(field, args)}{line}"
+            first = option_of(field, group)
+            group = first.rpartition(".")[0]
+            line = RECORD.sub(lambda x: _written(first, args)[1:-1] or x[0], line)
+            text, choose, advice = line[match.end() :].rpartition("; choose ")
+            line = text + choose + re.sub(rf"\b{field}\b(?!=)", first, advice)
+        elif several is None or several[1] not in named:
+            return line
+        line = OF_WORDS.sub(
+            lambda word: option_of(word[0], group) if word[0] in named else word[0],
+            line,
+        )
+        return f"{first}: {line}" if first else line
+
+    return "\n".join(map(rewritten, message.split("\n")))
+
+
+def _given_key(key: str, args: Sequence[str]) -> str:
+    """The option whose choice was given a key, as "--kl-control: "; "" if none."""
+    for name in reversed([word for word in args if word.startswith("--")]):
+        option = name.partition("=")[0].replace("_", "-")
+        if re.search(rf"[,'\"]{key}=", _written(option, args)):
+            return f"{option}: "
+    return ""
 
 
 def _joined(docstring: str) -> str:

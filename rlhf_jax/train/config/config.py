@@ -133,6 +133,15 @@ class PolicyGradientConfig(RunConfig):
         ptx, coef = self.data.ptx, self.method.ptx_coef
         capabilities.need({"--ptx": ptx is not None}, "--ptx-coef", has=coef != 0)
         capabilities.need({"--ptx-coef": coef != 0}, "--ptx", has=ptx is not None)
+        # The default correction of a stale sampler would be refused.
+        capabilities.need(
+            {
+                "--surrogate dar": self.method.reads_reference
+                and bool(self.sampler.max_staleness)
+            },
+            "--sampler-correction ratio, as --max-staleness is given",
+            has=self.method.sampler_correction is not None,
+        )
         pages = getattr(self.sampler.sampler, "cache_pages", None)
         capabilities.need(
             {"cache_pages of --sampler": pages is not None},

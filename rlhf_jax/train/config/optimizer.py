@@ -28,6 +28,9 @@ class Adam:
     b2: float = 0.999
     mu_dtype: MomentDtype = "float32"
 
+    def __post_init__(self) -> None:
+        self.make(1.0)  # or raises
+
     def make(self, rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
         """The transformation, learning rate included."""
         return optimizers.adam(rate, **vars(self))
@@ -53,6 +56,9 @@ class AdamW:
     b2: float = 0.999
     mu_dtype: MomentDtype = "float32"
 
+    def __post_init__(self) -> None:
+        self.make(1.0)  # or raises
+
     def make(self, rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
         """The transformation, learning rate included."""
         return optimizers.adam(
@@ -73,6 +79,11 @@ class Adafactor:
     momentum: float | None = None
     weight_decay: float | None = None
 
+    def __post_init__(self) -> None:
+        advice = "choose another decay"
+        checks.within(least=0, below=1, advice=advice, momentum=self.momentum)
+        checks.non_negative(weight_decay=self.weight_decay)
+
     def make(self, rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
         """The transformation, learning rate included."""
         return optax.adafactor(
@@ -90,6 +101,9 @@ class Muon:
     beta: float = 0.95
     weight_decay: float = 0.0
     ns_steps: int = 5
+
+    def __post_init__(self) -> None:
+        self.make(1.0)  # or raises
 
     def make(self, rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
         """The transformation, learning rate included."""
@@ -135,6 +149,9 @@ class Linear:
     warmup: float = 0.0
     end: float = 0.0
 
+    def __post_init__(self) -> None:
+        checks.fraction(end=self.end)
+
     def make(self, peak: float, steps: int) -> optax.Schedule:
         """Update (from 0) -> learning rate."""
         rest = steps - int(self.warmup * steps)
@@ -148,6 +165,9 @@ class Cosine:
 
     warmup: float = 0.0
     end: float = 0.0
+
+    def __post_init__(self) -> None:
+        checks.fraction(end=self.end)
 
     def make(self, peak: float, steps: int) -> optax.Schedule:
         """Update (from 0) -> learning rate."""
@@ -166,6 +186,14 @@ class WSD:
     warmup: float = 0.0
     decay: float = 0.2
     end: float = 0.0
+
+    def __post_init__(self) -> None:
+        checks.fraction(end=self.end, decay=self.decay)
+        checks.within(
+            most=round(1 - self.decay, 9),
+            advice="the learning rate rises before it falls: lower warmup or decay",
+            warmup=self.warmup,
+        )
 
     def make(self, peak: float, steps: int) -> optax.Schedule:
         """Update (from 0) -> learning rate."""

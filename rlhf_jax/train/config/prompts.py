@@ -57,6 +57,11 @@ class Prompts(AskedPrompts):
     ptx_max_length: int | None = None
     """Longest row of --ptx, tokens; None is the model's context."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.rows(ptx_batch_size=self.ptx_batch_size)
+        checks.positive(ptx_max_length=self.ptx_max_length)
+
 
 @dataclasses.dataclass(frozen=True)
 class Auto:

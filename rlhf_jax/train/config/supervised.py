@@ -54,6 +54,12 @@ class HeldOut:
 
     def __post_init__(self) -> None:
         checks.positive(held_out_every=self.held_out_every)
+        checks.within(
+            least=0,
+            below=1,
+            advice="choose a share of the rows, such as 0.1",
+            held_out=self.held_out,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

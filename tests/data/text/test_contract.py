@@ -277,3 +277,13 @@ def test_a_text_is_encoded_without_a_look_at_the_whole_vocabulary(monkeypatch):
 
     monkeypatch.setattr(type(reader), "get_vocab", fail)
     assert TextContract(reader).written("a") == expected
+
+
+@pytest.mark.parametrize("trait", ["prefix space and BOS", "BOS and EOS", "BOS is EOS"])
+def test_a_written_bos_is_not_prepended_again(trait):
+    reader = ZOO[trait].tokenizer
+    contract = TextContract(reader, stop_ids=ZOO[trait].stop_ids)
+    text = f"{reader.bos_token}Hi"  # as a chat template writes it
+    assert contract.written(text) == reader(text, add_special_tokens=False).input_ids
+    assert contract.written(text).count(reader.bos_token_id) == 1
+    assert contract.written("Hi")[0] == reader.bos_token_id

@@ -387,7 +387,7 @@ class Callable:
         Callable(),
         Callable().__call__,
         len,
-        dict,  # of C code, which says nothing of its arguments
+        max,  # of C code, which says nothing of its arguments
     ],
 )
 def test_a_function_of_these_arguments(function):
@@ -407,6 +407,13 @@ def test_a_function_of_these_arguments(function):
 def test_a_function_of_other_arguments(function, got):
     message = rf"--reward m:f: expected a function of \(row\), got {got}; give it"
     with pytest.raises(InputError, match=message):
+        command_line.expect_arguments(function, takes=["row"], where="--reward m:f")
+
+
+@pytest.mark.parametrize("function", [Callable, dict])
+def test_a_class_in_place_of_an_object(function):
+    name = function.__name__
+    with pytest.raises(InputError, match=f"got the class {name}; name an object of it"):
         command_line.expect_arguments(function, takes=["row"], where="--reward m:f")
 
 

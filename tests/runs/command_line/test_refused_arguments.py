@@ -11,6 +11,7 @@ import tyro
 from rlhf_jax.functional.checks import InputError, positive
 from rlhf_jax.functional.kl.control import Control
 from rlhf_jax.runs import command_line
+from rlhf_jax.runs.command_line import refusals
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,8 @@ def refused(argv, **options):
         ),
         (
             [*NEEDED, "--num-steps=0"],
-            "num_steps: expected a finite number above 0, got 0; choose num_steps > 0",
+            "--num-steps: expected a finite number above 0, got 0; choose --num-steps "
+            "> 0",
         ),
         (
             [*NEEDED, "--control=often"],
@@ -193,3 +195,65 @@ def test_the_help_of_a_function_has_no_line_breaks_of_its_docstring(
     text = capsys.readouterr().out
     assert "Counts rows, --all of them." in text
     assert "how many, or gs://BUCKET/ROWS of them." in " ".join(text.split())
+
+
+OPTIONS = {
+    *("--batch-size", "--gamma", "--learning-rate", "--critic.learning-rate"),
+    *("--scores.clip", "--penalty.clip", "--penalty.tail", "--penalty.top-k"),
+    *("--top-k", "--kl-control", "--sampler-correction", "--sampler", "--packing"),
+}
+
+
+@pytest.mark.parametrize(
+    ("message", "args", "named"),
+    [
+        (
+            "batch_size: expected more, got 0; choose batch_size > 0",
+            [],
+            "--batch-size: expected more, got 0; choose --batch-size > 0",
+        ),
+        (
+            "gamma: expected a gamma, got 2; choose 0 <= gamma <= 1",
+            [],
+            "--gamma: expected a gamma, got 2; choose 0 <= --gamma <= 1",
+        ),
+        ("clip: expected x", ["--penalty.clip=0"], "--penalty.clip: expected x"),
+        ("clip: expected x", [], "--penalty.clip or --scores.clip: expected x"),
+        (
+            "critic: learning_rate: expected x",
+            ["--learning-rate", "0"],
+            "--critic.learning-rate: expected x",
+        ),
+        (
+            "tail: expected none without top_k, got a",
+            ["--top-k", "3"],
+            "--penalty.tail: expected none without --penalty.top-k, got a",
+        ),
+        ("penalty.top_k: expected x", [], "--penalty.top-k: expected x"),
+        (
+            "target: expected x",
+            ["--kl-control", "adaptive,target=-1", "--sampler", "process"],
+            "--kl-control: target: expected x",
+        ),
+        (
+            "sampler_correction: expected none, got Truncate(cap=3.0, level='token');"
+            " leave it out",
+            ["--sampler_correction", "truncate,cap=3"],
+            "--sampler-correction: expected none, got truncate,cap=3; leave it out",
+        ),
+        (
+            "expected batch_size to divide the rows, got 3\ngamma: expected x",
+            [],
+            "expected --batch-size to divide the rows, got 3\n--gamma: expected x",
+        ),
+        # Nothing but a field is renamed.
+        ("gamma.jsonl:1: expected 'batch_size', got x", [], ...),
+        ("--sampler: timeout: expected x; choose timeout > 0", [], ...),
+        ("width of --packing: expected x", [], ...),
+        ("expected a row, got batch_size", [], ...),
+        ("seeds: expected x", [], ...),
+    ],
+)
+def test_errors_name_the_options_of_their_fields(message, args, named):
+    named = message if named is ... else named
+    assert refusals.in_options(message, options=OPTIONS, args=args) == named
