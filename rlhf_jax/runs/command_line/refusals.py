@@ -74,7 +74,7 @@ def cli(
     """
     args = sys.argv[1:] if args is None else args
     printed = io.StringIO()
-    with naming(wanted, args):
+    with Naming(wanted, args):
         try:
             with contextlib.redirect_stderr(printed):
                 parsed = tyro.cli(
@@ -111,7 +111,7 @@ def call(
 
     bound.__annotations__ = function.__annotations__ | {"return": Callable[[], None]}
     bound.__doc__ = _joined(inspect.getdoc(function) or "")
-    with naming(function, args):
+    with Naming(function, args):
         cli(bound, prog=prog, args=args)()
 
 
@@ -137,16 +137,28 @@ def option_names(wanted: Any, *, prefix: str = "--") -> set[str]:
     return options
 
 
-@contextlib.contextmanager
-def naming(wanted: Any, args: Sequence[str] | None) -> Iterator[None]:
-    """Rewrites the messages of errors by `in_options`; None is the command line."""
-    try:
-        yield
-    except InputError as error:
-        args = sys.argv[1:] if args is None else args
-        options = option_names(wanted)
-        error.args = (in_options(str(error), options=options, args=args),)
-        raise
+@dataclasses.dataclass(frozen=True)
+class Naming:
+    """A context in which the messages of errors are rewritten by `in_options`.
+
+    with Naming(Config, argv):
+        run(config)
+    """
+
+    wanted: Any
+    """The config or function of the command."""
+    args: Sequence[str] | None
+    """None is the command line."""
+
+    def __enter__(self) -> None:
+        """Begins the context."""
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        """Rewrites the message of an InputError, which goes on."""
+        if isinstance(error, InputError):
+            args = sys.argv[1:] if self.args is None else self.args
+            options = option_names(self.wanted)
+            error.args = (in_options(str(error), options=options, args=args),)
 
 
 def in_options(message: str, *, options: Iterable[str], args: Sequence[str]) -> str:
