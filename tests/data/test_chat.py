@@ -232,7 +232,8 @@ def test_prompts_whose_responses_never_end_are_noted(reader, prompt, answer):
     def notes(**stops):
         receipt = Receipts().source("--prompts", "p.jsonl")
         rows = [{"prompt": "a text"}, {"prompt": [user("Hi")]}, {"prompt": [user("a")]}]
-        encoding.encode_prompts(reader, rows, max_length=99, receipt=receipt, **stops)
+        contract = TextContract(reader, receipt=receipt, **stops)
+        encoding.encode_prompts(contract, rows, limits=Limits(99))
         return receipt.to_json()["notes"]
 
     assert notes() == notes(stop_ids=[IDS["<eos>"], answer[-1]]) == {}

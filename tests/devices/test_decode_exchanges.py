@@ -1,4 +1,7 @@
-"""Adapters add no collective to a decoded token where `tensor` shards the layers."""
+"""A decoded token has the sums of its layers as exchanges, and adapters add none."""
+
+import dataclasses
+import functools
 
 import gate
 import jax
@@ -20,17 +23,25 @@ MODEL = config.llama(
     intermediate_size=256,
     max_positions=24,
 )
+OTHERS = {
+    "DeltaNets": dataclasses.replace(
+        MODEL,
+        delta_net=config.DeltaNet(4, 8, key_dim=16, value_dim=16),
+        recurrent_layers=(True, False),
+    ),
+    "embeddings of each layer": dataclasses.replace(MODEL, per_layer_width=16),
+}
 LORA = lora.LoRA(rank=4)
 ROWS, PROMPT, NEW = 16, 4, 4
 FEW = 4  # gathers of tokens that were drawn, which XLA:CPU does not combine
 
 
-def responses(base, adapters):
+def responses(base, adapters, model=MODEL):
     params = lora.attach(base, adapters, lora=LORA) if adapters else base
     tokens = 1 + np.arange(ROWS * PROMPT, dtype=np.int32).reshape(ROWS, PROMPT)
     return decode.generate(
         params,
-        model=MODEL,
+        model=model,
         tokens=tokens,
         mask=np.ones_like(tokens, bool),
         keys=jax.random.split(jax.random.key(2), ROWS),
@@ -39,14 +50,15 @@ def responses(base, adapters):
     )
 
 
-def compiled(shape, adapters):
+def compiled(shape, adapters, model=MODEL):
     """The program and its inputs; adapters are sharded like those of a large model."""
     mesh = shape.make()
     placed = tuple(
         sharding.place(tree, mesh=mesh, small=2 * MODEL.hidden_size)
-        for tree in (toys.params(MODEL), adapters)
+        for tree in (toys.params(model), adapters)
     )
-    return jax.jit(sharding.on(mesh, responses)).lower(*placed).compile(), placed
+    function = sharding.on(mesh, functools.partial(responses, model=model))
+    return jax.jit(function).lower(*placed).compile(), placed
 
 
 def exchanges(program):
@@ -76,3 +88,19 @@ def test_a_token_of_adapters_takes_the_exchanges_of_its_base(shape):
     np.testing.assert_allclose(output.logprobs, expected.logprobs, rtol=1e-4, atol=1e-5)
     plain = of_base(*placed_base)
     assert np.abs(plain.logprobs - expected.logprobs).max() > 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_token_of_other_layers_takes_two_sums_per_layer(name):
+    model, shape = OTHERS[name], MeshShape(data=2, tensor=4)
+    program, placed = compiled(shape, {}, model)
+    kinds = exchanges(program)
+    token = decoding.token(model, mesh=shape, rows=ROWS, columns=PROMPT, weight_bytes=4)
+    # One more sum of embeddings, from a second table.
+    least = token.collectives + (model.per_layer_width is not None)
+    assert least <= len(kinds) <= least + FEW, kinds
+    plain = functools.partial(responses, model=model)
+    expected, output = jax.jit(plain)(toys.params(model), {}), program(*placed)
+    np.testing.assert_array_equal(output.tokens, expected.tokens)
+    np.testing.assert_allclose(output.logprobs, expected.logprobs, rtol=1e-4, atol=1e-5)

@@ -28,12 +28,7 @@ from rlhf_jax.planning import cost, measured, memory_check
 from rlhf_jax.planning.hlo import exchanges, parsing
 from rlhf_jax.train.plan import job, plan
 
-MODELS = {
-    "8B": "llama-3.1-8b",
-    "1.5B": "qwen2.5-1.5b",
-    "hybrid": "qwen3.5-4b",
-    "per layer": "gemma-4-e2b",
-}
+MODELS = {"8B": "llama-3.1-8b", "1.5B": "qwen2.5-1.5b", "hybrid": "qwen3.5-4b"}
 LAYERS, ROWS, PROMPT, NEW = 2, 64, 896, 640
 SMALL = 2**17  # bytes of what a loop carries unchanged that it may move about
 
@@ -211,14 +206,11 @@ def main():
 
 
 def last_layers(model):
-    """The model with two layers: of several kinds, one of each of two."""
+    """The model with its last two layers: of a hybrid, a DeltaNet and attention."""
     return dataclasses.replace(
         model,
         num_layers=LAYERS,
         recurrent_layers=model.recurrent_layers[-LAYERS:],
-        local_layers=model.local_layers[-LAYERS:],
-        shared_layers=0,
-        wide_shared_mlp=False,
     )
 
 
