@@ -257,10 +257,7 @@ def test_a_reward_model_with_another_chat_template_is_noted(
         (folder / "chat_template.jinja").write_text(template)
     reader = toy_files.tokenizer()
     reader.chat_template = chat_template(".")
-    frozen_models.load_reward_model(
-        str(folder),
-        policy=policy._replace(tokenizer=reader),
-        storage=frozen_models.COPY,
-    )
+    loader = Loader(policy._replace(tokenizer=reader))
+    loader.reward_model(str(folder), storage=frozen_models.COPY)
     note = f"note: reward model {folder} has a chat template that writes conversations"
     assert (note in capsys.readouterr().err) == noted

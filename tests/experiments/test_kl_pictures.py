@@ -132,7 +132,7 @@ def test_what_is_drawn(run):
 def test_mistakes(tmp_path, capsys):
     for argv, message in (
         (("--lengths", "0"), "lengths: expected numbers of tokens, 1 or more"),
-        (("--num-candidates=128",), "num_candidates: expected 2 to 127"),
+        (("--num-candidates=128",), "--num-candidates: expected 2 to 127"),
         (("--num-prompts=1",), "expected at least 2 --num-responses and 2"),
         (("--perturbation=0",), "perturbation: expected a finite number above 0"),
     ):

@@ -229,6 +229,6 @@ def test_a_response_that_stands_twice_is_distinct_once():
     mask = jnp.asarray([[0, 1, 1]] * 5, bool)
     rollout = types.SimpleNamespace(tokens=tokens, response_mask=mask)
     is_first = objective._first_of_its_kind(
-        types.SimpleNamespace(rollout=rollout, turn_rewards=None)
+        types.SimpleNamespace(rollout=rollout, turn_rewards=None, turn_ends=None)
     )
     np.testing.assert_array_equal(is_first, [1, 0, 0, 1, 0])

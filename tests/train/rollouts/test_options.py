@@ -43,7 +43,7 @@ def test_a_sampler_of_its_own_devices_is_one_step_behind_as_before():
 @pytest.mark.parametrize(
     ("trainer", "argv", "message"),
     [
-        (ppo, "--max-staleness=-1", "max_staleness"),
+        (ppo, "--max-staleness=-1", "--max-staleness: expected a finite number"),
         (
             ppo,
             "--max-staleness=5 --num-steps=5",
