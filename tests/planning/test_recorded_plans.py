@@ -285,7 +285,9 @@ def test_a_hybrid_of_8k_on_16_v6e():
     [turn] = [one["seconds_of_turn"] for one in result["programs"] if one["turns"]]
     token, step = 1e3 * turn["bound"], result["seconds"]
     assert f"{token:.2f} ms per token, {step:.1f} s per step" in README
-    assert turn["memory"] < 1.4 * turn["by_hand"]
+    assert turn["memory"] < 1.2 * turn["by_hand"]
+    # Two sums of each of the 32 layers, the embedding, and what is drawn.
+    assert turn["exchanges"] <= 2 * 32 + 5
 
 
 def test_a_plan_of_a_mixture_says_what_its_experts_take(capsys):
