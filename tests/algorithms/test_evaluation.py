@@ -100,7 +100,7 @@ def test_the_divergence_of_each_response(temperature):
     )
     reference = toys.params(toys.LLAMA)
     divergences = toys.jit(
-        evaluation.divergence,
+        evaluation.response_kl,
         static_argnames=("model", "ref_model", "max_new_tokens", "temperature"),
     )(
         PARAMS,
