@@ -22,7 +22,9 @@ import re
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
@@ -39,6 +41,7 @@ AUTO = "auto"
 LAST_WORDS = (
     "import sys; sys.stdin.buffer.read(1) or print(sys.argv[1], file=sys.stderr)"
 )
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of Linux, new at every start
 ENDED = 10  # most seconds that a process that ends waits for the others to end
 
 
@@ -211,6 +214,14 @@ def least(number: int) -> int:
     if jax.process_count() == 1:
         return number
     return int(np.min(multihost_utils.process_allgather(np.int32(number))))
+
+
+def machines() -> list[int]:
+    """A number for every process: those of one machine, in containers too, share it."""
+    boot = zlib.crc32(BOOT_ID.read_bytes())
+    if jax.process_count() == 1:
+        return [boot]
+    return np.asarray(multihost_utils.process_allgather(np.uint32(boot))).tolist()
 
 
 def owners(where: NamedSharding | Mesh) -> set[int]:

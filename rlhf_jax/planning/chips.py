@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from rlhf_jax.devices import processes
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 
@@ -189,7 +190,9 @@ def per_node(chip: Chip | None) -> int | None:
     if chip is None:
         return None
     if chip.is_gpu:
-        of_process = Counter(device.process_index for device in jax.devices())
-        return min(of_process.values()) if len(of_process) > 1 else None
+        # A machine may have a process for each of its GPUs.
+        machines = processes.machines()
+        gpus = Counter(machines[device.process_index] for device in jax.devices())
+        return min(gpus.values()) if len(gpus) > 1 else None
     slices = len({getattr(device, "slice_index", 0) for device in jax.devices()})
     return jax.device_count() // slices if slices > 1 else None

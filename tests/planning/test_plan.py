@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+import types
 
 import jax
 import places
@@ -16,6 +17,7 @@ import tiny
 from tiers import one_in
 
 from rlhf_jax import batch, decoder
+from rlhf_jax.devices import processes
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.devices.placement import AUTO
 from rlhf_jax.functional.checks import InputError
@@ -125,6 +127,21 @@ def test_a_name_that_is_not_known_is_refused_with_the_nearest(monkeypatch):
     for other in ("runs/olmo-3-8b", "x"):
         with pytest.raises(InputError, match=f"^no checkpoint {other}$"):
             shapes.model_of(other)
+
+
+@pytest.mark.parametrize(
+    ("machines", "nodes"),
+    [
+        ([5, 5, 5, 5], None),  # a process for each GPU of one machine
+        ([5, 5, 6, 6], 2),
+        ([5, 6, 6, 6], 1),
+    ],
+)
+def test_the_gpus_of_a_node_are_those_of_a_machine(machines, nodes, monkeypatch):
+    gpus = [types.SimpleNamespace(process_index=number) for number in range(4)]
+    monkeypatch.setattr(jax, "devices", lambda: gpus)
+    monkeypatch.setattr(processes, "machines", lambda: machines)
+    assert chips.per_node(chips.CHIPS["h100"]) == nodes
 
 
 def test_a_gpu_is_not_known_by_the_name_of_another_module():

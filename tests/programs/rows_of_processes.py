@@ -83,6 +83,8 @@ def check_least():
     assert memory_check.least_limit() == 40 * 2**30
     memory_check.limit = lambda _: None if jax.process_index() else 2**40
     assert memory_check.least_limit() is None
+    assert len(processes.machines()) == 2
+    assert len({*processes.machines()}) == 1
 
 
 def check_many_moves():
