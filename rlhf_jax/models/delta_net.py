@@ -119,9 +119,8 @@ def _mixed(
 
 
 def block_columns(rows: int) -> int:
-    """Columns of a block, of `rows` rows that the mesh that is set shares."""
-    own = rows // axes.row_devices(rows)
-    return max(BLOCK // max(own, 1), CHUNK)
+    """Columns of a block, whole chunks, on a device that has `rows` rows."""
+    return CHUNK * max(BLOCK // max(rows, 1) // CHUNK, 1)
 
 
 def _in_blocks(
@@ -137,7 +136,7 @@ def _in_blocks(
     the factors of chunks are never in memory for more than a block.
     """
     rows, columns = inputs.live.shape
-    count = -(-columns // block_columns(rows))
+    count = -(-columns // block_columns(rows // axes.row_devices(rows)))
     if count == 1:
         return jax.checkpoint(mixed, prevent_cse=model.unroll)(before, inputs)
     size = CHUNK * -(-columns // (count * CHUNK))

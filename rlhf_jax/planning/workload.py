@@ -245,6 +245,6 @@ def _delta_net_numbers(
     # value, and a memory per chunk; and the memory before every block.
     within = 8 * delta_rule.CHUNK + 4 * (shape.key_dim + shape.value_dim)
     within += memory / delta_rule.CHUNK
-    block = max(delta_net.BLOCK // rows, delta_rule.CHUNK)
+    block = delta_net.block_columns(rows)
     numbers = min(columns, block) * within + columns / block * memory
     return 2 * (keys + values), 4.0 * rows * shape.num_value_heads * numbers

@@ -367,7 +367,9 @@ class Programs:
             train, stats, scored = self._learn(train, **arguments, key=key, ptx=ptx)
             return train, None, stats, scored
         # Separate programs, so that the critic's update overlaps with the policy's.
-        train, experience, stats, scored = self._make_experience(train, **arguments)
+        train, experience, stats, scored = self._make_experience(
+            train, **arguments, key=key
+        )
         key = self._shuffle_key(key)
         assert critic is not None
         # Dispatched first, so that the policy's update is queued while it runs.

@@ -78,7 +78,7 @@ def test_padding_does_not_count():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_divergence_of_each_response(temperature):
+def test_the_kl_of_each_response(temperature):
     """Compares with a loop over the response's tokens and the logits of both models.
 
     column           0  1  2  3  4  5  6
@@ -99,7 +99,7 @@ def test_the_divergence_of_each_response(temperature):
         sample=jnp.zeros(2, jnp.int32),
     )
     reference = toys.params(toys.LLAMA)
-    divergences = toys.jit(
+    measured = toys.jit(
         evaluation.response_kl,
         static_argnames=("model", "ref_model", "max_new_tokens", "temperature"),
     )(
@@ -124,11 +124,9 @@ def test_the_divergence_of_each_response(temperature):
         at = np.flatnonzero(np.asarray(responses.response_mask)[row])
         ids = np.asarray(tokens)[row, at]
         ref = theirs[row, at - 1, ids].sum()
-        assert divergences.exact[row] == pytest.approx(
-            exact[row, at - 1].sum(), rel=1e-4
-        )
-        assert divergences.ref_logprobs[row] == pytest.approx(ref, rel=1e-4)
-        assert divergences.k1[row] == pytest.approx(
+        assert measured.exact[row] == pytest.approx(exact[row, at - 1].sum(), rel=1e-4)
+        assert measured.ref_logprobs[row] == pytest.approx(ref, rel=1e-4)
+        assert measured.k1[row] == pytest.approx(
             ours[row, at - 1, ids].sum() - ref, abs=1e-3
         )
 

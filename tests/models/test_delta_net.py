@@ -210,12 +210,32 @@ def test_blocks_of_columns_are_one_block(monkeypatch, block):
         run = jax.value_and_grad(total, (0, 1), has_aux=True)
         return toys.jit(lambda *args: run(*args))(params, x)
 
-    monkeypatch.setattr(delta_net, "BLOCK", rows * columns)
+    monkeypatch.setattr(delta_net, "BLOCK", rows * 256)
     expected = outputs()
     monkeypatch.setattr(delta_net, "BLOCK", block)  # tokens of both rows
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, atol=2e-5), outputs(), expected
     )
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5])
+def test_blocks_are_whole_chunks(monkeypatch, rows):
+    """Rounding blocks up would compute up to 75% more columns, of three rows."""
+    model, columns, seen = tiny.HYBRID, 511, []
+    chunked = delta_rule.chunked
+
+    def counted(tokens, *args, **settings):
+        seen.append(tokens.value.shape[1])
+        return chunked(tokens, *args, **settings)
+
+    monkeypatch.setattr(delta_rule, "chunked", counted)
+    net = delta_net.GatedDeltaNet(model)
+    x = jnp.zeros((rows * columns, model.hidden_size))
+    run = functools.partial(net.init_with_output, mask=None, rows=rows, cache=None)
+    jax.eval_shape(run, jax.random.key(0), x)
+    (block,) = {*seen}
+    assert block == {1: 256, 2: 128, 3: 64, 5: 64}[rows]
+    assert block == delta_net.block_columns(rows)
 
 
 def test_layers_of_a_kind_that_follow_each_other_are_in_a_program_once(monkeypatch):

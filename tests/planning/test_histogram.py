@@ -1,7 +1,5 @@
 """Lengths read from files, and the batch that represents them."""
 
-import functools
-
 import jax
 import numpy as np
 import planned
@@ -52,10 +50,12 @@ def test_the_batch_has_the_quantiles_of_the_file():
 def test_what_a_histogram_changes_of_a_plan():
     """Tokens, model FLOPs and the sampler's turns change; shapes do not, by padding."""
     config, options = planned.parsed("ppo", "--batch-size=4", "--max-new-tokens=200")
-    of = functools.partial(
-        job.workload_of, config, options, target=planned.target_of(config, options)
-    )
-    full, short = of(), of(lengths=(10, 20, 130, 130))
+    target = planned.target_of(config, options)
+
+    def of(lengths=None):
+        return job.Job(options, target, lengths).workload_of(config)
+
+    full, short = of(), of((10, 20, 130, 130))
     assert full.tokens == 4 * 206
     assert short.tokens == 4 * 6 + 290
     for one, other in zip(full.programs, short.programs, strict=True):
@@ -68,7 +68,7 @@ def test_what_a_histogram_changes_of_a_plan():
     assert short.programs[0].trips == (122, 7)
     assert workload.decoding_turns(6, 200, longest=20) == (19, 0)
     with pytest.raises(InputError, match=r"at most 200, got 201"):
-        of(lengths=(1, 201))
+        of((1, 201))
 
 
 def _leaves(program):

@@ -25,13 +25,19 @@ def main():
     score_rollout = functools.partial(
         score.score,
         model=MODEL,
-        critic_model=MODEL,
         max_new_tokens=RESPONSE,
         temperature=0.7,
     )
 
     def program(rollout, scores, reference, critic):
-        return score_rollout(rollout, scores=scores, reference=reference, critic=critic)
+        values = score.response_values(
+            critic,
+            rollout=rollout,
+            model=MODEL,
+            max_new_tokens=RESPONSE,
+            after_stop=False,
+        )
+        return score_rollout(rollout, scores=scores, reference=reference, values=values)
 
     per_token = jnp.zeros((ROWS, PROMPT + RESPONSE), jnp.float32)
     per_row = jnp.zeros(ROWS, jnp.int32)

@@ -3,6 +3,7 @@
 The exchange has the format of vLLM 0.32, whose server needs a GPU to return experts.
 """
 
+import base64
 import dataclasses
 
 import jax
@@ -135,6 +136,18 @@ WRONG = {
     "none": (without, "expected routed_experts in a choice, the base64 of a NumPy"),
     "null": (
         lambda choice: choice.update(routed_experts=None),
+        "the base64 of a NumPy",
+    ),
+    "an archive": (
+        lambda choice: choice.update(routed_experts="UEsDBA=="),
+        "the base64 of a NumPy",
+    ),
+    "half a header": (
+        lambda choice: choice.update(
+            routed_experts=base64.b64encode(
+                b"\x93NUMPY\x01\x00\x76\x00" + b"{'descr': '<i4', 'fort".ljust(118)
+            ).decode()
+        ),
         "the base64 of a NumPy",
     ),
     "lists": (

@@ -285,6 +285,14 @@ def test_options_that_nash_md_refuses(files, tmp_path, capsys, argv, message):
         ),
         ("--kl-coef=0", "--kl-coef: expected a finite number above 0"),
         (
+            "--kl-control=linear,end=0",
+            "end of --kl-control linear: expected a finite number above 0",
+        ),
+        (
+            "--kl-control=lagrangian,target=6,unit=response",
+            "min_kl_coef of --kl-control lagrangian: expected a finite number above 0",
+        ),
+        (
             "--packing=auto",
             "with rlhf-jax online-dpo, because its loss reads padded rows",
         ),

@@ -196,7 +196,7 @@ def finder(
                 experience, _ = choose(
                     experience,
                     rollout=pair.rollout,
-                    step=jnp.int32(0),
+                    key=jax.random.key(0),  # Clip-Cov of share 1 draws all
                     choice=algorithm.token_choice,
                 )
             advantages = jnp.where(within[None, :], experience.advantages, 0.0)

@@ -183,6 +183,7 @@ def learn(
         ref_output=ref_output,
         values=values,
         packing=packing,
+        key=key,
     )
     state, update_stats = update(
         state,
@@ -206,11 +207,13 @@ def make_experience(
     ref_output: batch.ReferenceOutput | None = None,
     values: Array | None = None,
     packing: batch.RolloutPacking | None = None,
+    key: Array | None = None,
 ) -> tuple[TrainState, batch.PolicyExperience, masked.Stats, batch.Scored]:
     """Makes the experience of an iteration's updates from its rollout and scores.
 
     Args:
       state: donated by the caller's `jit`; may lack the critic if there are `values`.
+      key: of this step, as in `sample`; only Clip-Cov needs it.
 
     Returns:
       The state with these scores in its moments, the experience [B, S] of the
@@ -316,7 +319,7 @@ def make_experience(
         from rlhf_jax.algorithms.policy_gradient import token_choice  # few runs
 
         experience, choice_stats = token_choice.choose(
-            experience, rollout=rollout, step=state.step, choice=recipe.token_choice
+            experience, rollout=rollout, key=key, choice=recipe.token_choice
         )
     if recipe.entropy_control is not None:
         from rlhf_jax.algorithms.policy_gradient import entropy_control  # few runs

@@ -20,6 +20,7 @@ from rlhf_jax.algorithms.policy_gradient.options import (
     TopEntropy,
 )
 from rlhf_jax.functional import masked
+from rlhf_jax.functional.errors import refuse
 from rlhf_jax.functional.policy_losses.token_choice import covariances, top_share
 from rlhf_jax.models.generation import decode
 
@@ -30,18 +31,21 @@ def choose(
     experience: PolicyExperience,
     *,
     rollout: Rollout,
-    step: Array,
+    key: Array | None,
     choice: TokenChoice,
 ) -> tuple[PolicyExperience, masked.Stats]:
     """Chooses the tokens that are trained on, or that KL-Cov penalises.
 
     Args:
       rollout: the rollout of these rows, with the sampler's entropies.
-      step: i32[], iterations done. With a row's prompt and sample number it seeds the
-        draws of Clip-Cov.
+      key: of this step. With a row's prompt and sample number it seeds the draws of
+        Clip-Cov; the other choices draw nothing, and take None.
 
     Returns:
       PolicyExperience[B, S], and `policy/chosen`: the share of tokens that are chosen.
+
+    Raises:
+      InputError: Clip-Cov without a key.
     """
     mask = experience.response_mask
     covariance = covariances(
@@ -53,11 +57,12 @@ def choose(
         case KLCov(share):
             chosen = top_share(covariance, mask=mask, share=share)
         case ClipCov(share, low, high):
-            keys = decode.row_keys(
-                jax.random.fold_in(jax.random.key(0), step),
-                index=rollout.index,
-                sample=rollout.sample,
-            )
+            missing = "key: expected one for Clip-Cov, got none; give that of the step"
+            refuse([missing] if key is None else [])
+            assert key is not None
+            # 0 and 1 are the keys of the sampler and of `shuffle_key`.
+            own = jax.random.fold_in(key, 2)
+            keys = decode.row_keys(own, index=rollout.index, sample=rollout.sample)
             width = rollout.tokens.shape[1]
             chance = jax.vmap(lambda key: jax.random.uniform(key, (width,)))(keys)
             among = (covariance > low) & (covariance < high)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import toy_turns
 import toys
 
 from rlhf_jax import grpo, kl_control, ppo, state
-from rlhf_jax.algorithms.policy_gradient.iteration import make_experience
+from rlhf_jax.algorithms.policy_gradient.iteration import learn, make_experience
 from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
 from rlhf_jax.algorithms.policy_gradient.options import ClipCov, KLCov, TopEntropy
 from rlhf_jax.algorithms.policy_gradient.token_choice import choose
@@ -50,10 +51,11 @@ def drawn():
     return rollout, experience
 
 
-def made(choice, *, step=0):
+def made(choice, *, seed=0, step=0):
     """The recipe, the experience with its chosen tokens, and stats."""
     rollout, experience = drawn()
-    output = chosen(experience, rollout=rollout, step=jnp.int32(step), choice=choice)
+    key = jax.random.fold_in(jax.random.key(seed), step)
+    output = chosen(experience, rollout=rollout, key=key, choice=choice)
     return dataclasses.replace(RLOO, token_choice=choice), *output
 
 
@@ -125,8 +127,8 @@ def test_the_largest_entropies_alone_are_trained():
 
 def test_clip_cov_leaves_out_a_share_within_its_bounds():
     drawn = []
-    for step in range(6):
-        recipe, experience, stats = made(CHOICES["Clip-Cov"], step=step)
+    for seed, step in itertools.product((0, 1), range(3)):
+        recipe, experience, stats = made(CHOICES["Clip-Cov"], seed=seed, step=step)
         found = covariances(experience)
         within = {cell for cell, x in found.items() if 0.1 < x < 2.0}
         left_out = {cell for cell in found if not experience.chosen[cell]}
@@ -135,7 +137,7 @@ def test_clip_cov_leaves_out_a_share_within_its_bounds():
         kept, count = map(float, stats["policy/chosen"])
         assert (kept, count) == (len(found) - len(left_out), len(found))
         drawn.append(frozenset(left_out))
-    assert len({*drawn}) > 3  # by chance, and of each iteration its own
+    assert len({*drawn}) > 3  # by chance, and of each seed and iteration its own
     params = toys.params(scale=0.2)
     (value, _), _ = terms(params, experience, recipe)
     kept = jnp.where(experience.chosen, experience.advantages, 0.0)
@@ -202,7 +204,7 @@ def test_advantages_that_ppo_whitens_stay_0_where_no_token_is_chosen():
         frozen=FrozenModels(),
         recipe=recipe,
     )
-    expected, _ = choose(experience, rollout=rollout, step=jnp.int32(0), choice=choice)
+    expected, _ = choose(experience, rollout=rollout, key=None, choice=choice)
     np.testing.assert_array_equal(whole.chosen, expected.chosen)
     assert float(stats["policy/chosen"][0]) == int(expected.chosen.sum())
     minibatch, _ = recipe.minibatch_loss(whole, kl_coef=jnp.float32(0.0))
@@ -213,6 +215,36 @@ def test_advantages_that_ppo_whitens_stay_0_where_no_token_is_chosen():
     kept = jnp.where(minibatch.chosen, minibatch.advantages, 0.0)
     alone = replaced(minibatch, kept, chosen=True)
     assert float(value) == pytest.approx(float(terms(params, alone, recipe)[0][0]))
+
+
+def test_an_iteration_hands_its_key_to_clip_cov():
+    """Of each seed its own tokens, which are not those of the sampler's key."""
+    choice = ClipCov(0.2, low=-10.0, high=10.0)
+    recipe = dataclasses.replace(RLOO, token_choice=choice)
+    rollout, experience = drawn()
+    fresh = state.grpo_state(
+        policy=toys.params(scale=0.15),
+        policy_optimizer=recipe.policy_optimizer,
+        kl=kl_control.fixed(0.0),
+    )
+    program = toys.jit(
+        functools.partial(make_experience, frozen=FrozenModels(), recipe=recipe)
+    )
+    learned = toys.jit(functools.partial(learn, frozen=FrozenModels(), recipe=recipe))
+    arguments = {"rollout": rollout, "scores": toys.array(SCORES)}
+    left_out = []
+    for seed in range(3):
+        key = jax.random.key(seed)
+        _, whole, *_ = program(fresh, **arguments, key=key)
+        expected, _ = choose(experience, rollout=rollout, key=key, choice=choice)
+        np.testing.assert_array_equal(whole.chosen, expected.chosen)
+        left_out.append(np.asarray(whole.chosen).tobytes())
+        _, stats, _ = learned(fresh, **arguments, key=key)
+        kept = expected.chosen & experience.response_mask
+        assert float(stats["policy/chosen"][0]) == int(kept.sum())
+    assert len({*left_out}) == 3
+    with pytest.raises(InputError, match="key: expected one for Clip-Cov, got none"):
+        choose(experience, rollout=rollout, key=None, choice=choice)
 
 
 @pytest.mark.parametrize(
