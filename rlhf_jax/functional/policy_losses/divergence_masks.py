@@ -86,7 +86,7 @@ def dppo_loss(
         (now > old) & (distance > threshold_high),
         (now < old) & (distance > threshold) & (advantages < 0),
     )
-    ratio = jax.lax.stop_gradient(jnp.exp(log_ratio))
+    ratio = jnp.exp(log_ratio)
     weight = jax.lax.stop_gradient(jnp.where(beyond, 0.0, jnp.minimum(ratio, cap)))
     loss, stats = aggregate(
         "loss/policy",

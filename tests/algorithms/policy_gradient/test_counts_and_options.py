@@ -392,7 +392,7 @@ def test_what_learn_hands_on(monkeypatch):
     output = iteration.learn("start", key=key, recipe=BASE, **options)
     assert output == ("next", {"a": (1.0, 1.0), "b": (2.0, 1.0)}, "scored")
     passed = {name: options[name] for name in names}
-    assert calls["experience"] == passed | {"recipe": BASE}
+    assert calls["experience"] == passed | {"key": key, "recipe": BASE}
     again = calls["update"].pop("key")
     assert calls["update"] == {
         **{name: options[name] for name in ("frozen", "packing", "ptx")},

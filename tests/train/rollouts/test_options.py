@@ -67,7 +67,7 @@ def test_a_sampler_of_its_own_devices_is_one_step_behind_as_before():
         (
             grpo,
             "--max-staleness=1 --max-redraws=2",
-            "--max-redraws cannot be combined with --max-staleness",
+            "--max-redraws cannot be combined with a stale sampler (--max-staleness,",
         ),
         (nash_md, "--max-staleness=1", "its mixture or greedy responses are drawn"),
     ],
