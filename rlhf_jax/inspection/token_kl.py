@@ -194,7 +194,8 @@ def run(options: Options) -> None:
         vocabulary, or the text is too short.
     """
     if options.text is not None:
-        text = json_lines.read_text(options.text)
+        with located("--text"):
+            text = json_lines.read_text(options.text)
     else:
         assert options.prompt is not None  # checked by Options
         text = options.prompt

@@ -304,6 +304,10 @@ def test_a_run_prints_and_writes(checkpoints, tmp_path, capsys):
     [
         ({"prompt": None}, "one of --text and --prompt, got neither"),
         ({"text": "x.txt"}, "one of --text and --prompt, got both"),
+        (
+            {"text": "the cat", "prompt": None},
+            "^--text: .*the cat: expected a readable",
+        ),
         ({"temperature": 0.0}, "temperature: expected"),
         ({"limit": -1.0}, "limit: expected"),
         ({"alternatives": -1}, "alternatives: expected"),
