@@ -122,7 +122,7 @@ PARAMETERS: dict[str, dict[str, str]] = {
         "adaptive": "--kl-control adaptive,target=6,unit=response,horizon=64",
         "linear": "--kl-control linear,end=0.5",
         "pi": "--kl-control pi,target=6,unit=response",
-        "lagrangian": "--kl-control lagrangian,target=6,unit=response",
+        "lagrangian": "--kl-control lagrangian,target=6,unit=response,min_kl_coef=.001",
     },
     "penalty": {
         ABSENT: "",

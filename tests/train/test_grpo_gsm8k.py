@@ -211,11 +211,11 @@ def test_the_mixture_of_nash_md_is_with_the_reference_as_it_moves(
 ):
     mixed, inner = [], loop.Loop.draw
 
-    def draw(self, policy, **of_step):
+    def draw(self, policy, *of_step):
         reference = self.sampler._frozen.reference
         same = fingerprint.digests(policy) == reference.source_digests
         mixed.append(bool(same.all()))
-        return inner(self, policy, **of_step)
+        return inner(self, policy, *of_step)
 
     monkeypatch.setattr(loop.Loop, "draw", draw)
     argv = (
