@@ -3,6 +3,7 @@
 import ast
 import functools
 import graphlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,7 @@ PURE = [
     if module.split(".")[0] in ("functional", "models", "roles", "algorithms")
 ]
 MAX_FILES = 16  # in a folder, without its __init__.py
+MAX_ENTERED = 45  # by a PPO iteration
 # What a pure module may import: nothing here opens a file or reads a clock.
 PURE_IMPORTS = {
     *("__future__", "abc", "collections", "contextlib", "copy", "dataclasses"),
@@ -316,6 +318,20 @@ WIRES = {  # what our own processes say to each other, and what Python has parse
     "verification.code.wire": "a wire with a format and limits of its own",
     "verification.unit_tests": "tests, which are run",
 }
+
+
+@pytest.mark.slow
+def test_a_ppo_iteration_enters_few_files():
+    """In a process of its own: a program that was traced before is not entered."""
+    tests = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, tests / "programs" / "entered_files.py"],
+        env={**os.environ, "PYTHONPATH": f"{tests.parent}:{tests}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.splitlines()[-1].removesuffix(" files")) <= MAX_ENTERED
 
 
 def test_one_module_reads_what_users_write():

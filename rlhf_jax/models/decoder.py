@@ -248,7 +248,8 @@ def _run(
             cut.balanced_parts, (tokens, positions, routed)
         )
     if routed.chosen is not None:
-        routed = routed.replaying(jnp.moveaxis(routed.chosen, 2, 0))
+        of_layers = jnp.moveaxis(routed.chosen, 2, 0)
+        routed = dataclasses.replace(routed, chosen=of_layers)
     x = embed(params, model=model, tokens=tokens, positions=positions)
     own_inputs = None
     if model.per_layer_width is not None:

@@ -113,7 +113,7 @@ def run(
             params, inputs = layer
             sight = sights.of(number, model=model)
             own = functools.partial(_layer, model=model, sight=sight, number=number)
-            given = experts.replaying(inputs.get("chosen"))
+            given = dataclasses.replace(experts, chosen=inputs.get("chosen"))
             cache = shared.get(model.is_local(number))
             x, (kept, routing) = rematerialised(own)(
                 x, params, given, inputs.get("per_layer"), cache
@@ -142,7 +142,8 @@ def run(
                 first=first_column if number == model.num_layers - 1 else 0,
             )
             chosen = None if experts.chosen is None else experts.chosen[number]
-            x, output = rematerialised(one)(x, layer, experts.replaying(chosen))
+            given = dataclasses.replace(experts, chosen=chosen)
+            x, output = rematerialised(one)(x, layer, given)
             outputs.append(output)
         kept, routing = jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
         return x, {"attention": kept}, routing
@@ -170,7 +171,8 @@ def run(
             sight = dataclasses.replace(mask, window=width, windows=widths), rotary
         if unrotated is not None:
             sight = sight[0], unless(unrotated, sight[1])
-        return _layer(x, layer, experts.replaying(chosen), model=model, sight=sight)
+        given = dataclasses.replace(experts, chosen=chosen)
+        return _layer(x, layer, given, model=model, sight=sight)
 
     # One layer is compiled for all L.
     of_layers = layers, local, unrotated, experts.chosen

@@ -261,7 +261,10 @@ def make_experience(
         )
     # Adapters of LoRA are applied beside the frozen kernels, not merged into them.
     params = adapted_params(state.policy, base=frozen.base, lora=recipe.lora)
-    rollout = routing_replay.recorded(rollout, params, recipe=recipe, packing=of_batch)
+    if recipe.routing_replay is not None:
+        rollout = routing_replay.recorded(
+            rollout, params, recipe=recipe, packing=of_batch
+        )
     reading: dict[str, Any] = {
         "model": recipe.model,
         "max_new_tokens": recipe.max_new_tokens,

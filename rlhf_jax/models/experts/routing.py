@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import flax.struct
@@ -42,10 +41,6 @@ class Given:
     # routers choose.
     chosen: Array | None = None
     record: bool = flax.struct.field(pytree_node=False, default=False)
-
-    def replaying(self, chosen: Array | None) -> Given:
-        """With the experts to replay in one layer."""
-        return dataclasses.replace(self, chosen=chosen)
 
 
 NOTHING = Given()
