@@ -26,7 +26,7 @@ from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.devices import processes, program_cache, sharding
-from rlhf_jax.devices.placement import AUTO
+from rlhf_jax.devices.placement import AUTO, WITH_POLICY
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.runs import alarms, folder, report, run
@@ -264,6 +264,8 @@ def _placed(
     config: PolicyGradientConfig, models: Models, *, mesh: Mesh
 ) -> PolicyGradientConfig:
     """Returns the config with the place of its sampler, and prints the choice."""
+    if mesh.size == 1:  # there is nothing to choose from
+        return config.sampled_at(WITH_POLICY)
     from rlhf_jax.train.rollouts import fastest  # few runs ask for it
 
     # No prompt is read yet; `fastest.ROOM` allows for them.
