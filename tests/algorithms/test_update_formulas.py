@@ -857,7 +857,7 @@ def distance(left, right) -> float:
     return math.sqrt(sum(squares))
 
 
-@pytest.mark.cases(quick=3)
+@pytest.mark.cases(quick=2)
 @pytest.mark.filterwarnings("ignore:KL penalty")
 @pytest.mark.parametrize("name", CASES)
 def test_an_update_is_that_of_its_formula(name, monkeypatch):

@@ -288,6 +288,7 @@ def test_rows_are_exchanged_and_the_weights_of_experts_are_not_gathered(run):
     assert not any(whole in line for line in gathered)
 
 
+@pytest.mark.slow
 def test_a_router_is_whole_on_every_device_that_decodes():
     """Stored by parts, as a large one is, it would cost a sum per layer and token."""
     mesh = MeshShape(data=2, tensor=4).make()

@@ -186,7 +186,8 @@ def test_layers_one_by_one_and_in_periods(options):
     )
 
 
-@pytest.mark.parametrize("block", [128, pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [128, 256])
 def test_blocks_of_columns_are_one_block(monkeypatch, block):
     """Blocks end within texts, between texts, and within a convolution's window."""
     model, (rows, columns) = tiny.HYBRID, (2, 200)

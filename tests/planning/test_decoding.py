@@ -155,6 +155,7 @@ def test_experts_that_rows_meet_are_read_once():
     assert read == 2 * numbers / 4
 
 
+@pytest.mark.slow
 def test_experts_are_read_beside_the_mlp():
     """Gemma 4 26B-A4B: 25 local layers, and 5 whose values are their keys."""
     model = registry.KNOWN["gemma-4-26b-a4b"]

@@ -82,9 +82,8 @@ def step_of(params, recipe):
     return grads, stats
 
 
-@pytest.mark.parametrize(
-    "micro_batch_size", [None, pytest.param(2, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
 def test_an_update_takes_the_difference_of_two_updates(micro_batch_size):
     """With SGD at rate 1 parameters move by the gradient."""
     recipe = dataclasses.replace(

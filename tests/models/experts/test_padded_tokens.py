@@ -101,6 +101,7 @@ unwritten.defvjp(
 )
 
 
+@pytest.mark.slow
 def test_their_products_and_gradients_may_hold_anything(monkeypatch):
     """Kernels of TPUs and GPUs leave them unwritten."""
 
