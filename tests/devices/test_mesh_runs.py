@@ -17,9 +17,11 @@ import toys
 from safetensors.numpy import load_file
 
 import rlhf_jax.train.methods.ppo
-from rlhf_jax import hf, ppo
+from rlhf_jax import hf, lora, ppo
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.data.receipts import Receipts
+from rlhf_jax.devices import sharding
+from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.roles.reference.frozen import FrozenModels
 from rlhf_jax.runs import command_line, metrics
 from rlhf_jax.train.build import Meshes, build
@@ -339,6 +341,26 @@ def test_ppo_in_other_ways(files, way, tmp_path):
     assert_same(
         run_ppo(tmp_path / "mesh", files, mesh, reward=argv),
         run_ppo(tmp_path / "alone", files, reward=alone),
+    )
+
+
+@pytest.mark.long
+def test_adapters_of_rank_16_of_which_every_device_has_a_share(
+    files, monkeypatch, tmp_path
+):
+    """The toy's adapters are too small for it, so that the bound is lowered."""
+    for function in (sharding.shardings, sharding.create, sharding.place):
+        monkeypatch.setitem(function.__kwdefaults__, "small", 64)
+    model, adapters = pretrained.load(files / "model").model, lora.LoRA(rank=16)
+    shapes = jax.eval_shape(
+        functools.partial(lora.init, model=model, lora=adapters), jax.random.key(0)
+    )
+    placed = sharding.shardings(shapes, mesh=MeshShape(fsdp=8).make())
+    assert not any(x.is_fully_replicated for x in jax.tree.leaves(placed))
+    argv = ("--reward=mesh_rewards:score", "--lora=16")
+    assert_same(
+        run_ppo(tmp_path / "mesh", files, "--placement.policy=fsdp=8", reward=argv),
+        run_ppo(tmp_path / "alone", files, reward=argv),
     )
 
 
