@@ -46,8 +46,8 @@ def read_jsonl(source: str | Path) -> list[Row]:
 
     Args:
       source: a file or its address (`urls.of`), or `hf:NAME` or `hf:NAME:SPLIT` (the
-        default SPLIT is train). A data set, a compressed file, a JSON array, Parquet,
-        Arrow or CSV needs the extra `datasets`.
+        default SPLIT is train). A data set, Parquet and Arrow need the extra
+        `datasets`.
 
     Raises:
       InputError: a line or the format cannot be read; names the file and line.
@@ -89,10 +89,7 @@ def read_located(
 
 
 def read_text(path: str | Path) -> str:
-    """Reads a plain text file; InputError if it is empty.
-
-    A compressed file needs the extra `datasets`.
-    """
+    """Reads a plain text file, compressed or not; InputError if it is empty."""
     text = _text(urls.fetched(path))
     if not text.strip():
         raise InputError(f"{path}: expected text, got an empty file")
@@ -102,28 +99,24 @@ def read_text(path: str | Path) -> str:
 def _rows(
     path: Path, *, receipt: Receipt | None
 ) -> Iterator[tuple[str, Row]] | Located:
-    form, text = _read(path)
-    if text is None:
+    form, data = _read(path)
+    if data is None:
         assert form is not None
         from rlhf_jax.data import tables
 
-        if form not in formats.COMPRESSED:
-            return tables.of_table(path, form)
-        text = tables.unpacked(path, form)
-        head = text[: formats.HEAD].encode("utf-8", "replace")
-        form = formats.of(formats.unpacked_name(path), head)
+        return tables.of_table(path, form)
+    if form not in (None, *formats.WRITTEN):  # within another format
+        raise form.refusal(path)
+    text = _decoded(path, data)
     if form is None:
         lines = _lines(path, text, receipt=receipt)
         tracked = progress.track(lines, f"{path}: read", total=len(lines))
         return _objects((where, _value(where, line)) for where, line in tracked)
     if form is formats.ARRAY:
-        form.reader(path)
         source = Source(str(path), "a JSON array", "correct it")
         depth = parsing.MAX_DEPTH + 1
         values = parsing.of_json(text, source, depth=depth, size=None, foreign=True)
         return _objects((f"{path}[{n}]", value) for n, value in enumerate(values))
-    if form not in formats.WRITTEN:
-        raise form.refusal(path)
     from rlhf_jax.data import tables
 
     return tables.of_csv(path, text, form)
@@ -158,30 +151,35 @@ def _lines(path: Path, text: str, *, receipt: Receipt | None) -> list[tuple[str,
 
 
 def _text(path: Path) -> str:
-    """Reads a file that must be plain text, compressed or not."""
-    form, text = _read(path, rows=False)
-    if text is not None:
-        return text
-    assert form is not None
-    if form not in formats.COMPRESSED:
+    """Reads a file that must be plain text, compressed or not, whatever its name."""
+    form, data = _read(path, named=False)
+    if form is not None or data is None:
         raise form.refusal(path, expected="text")
-    from rlhf_jax.data import tables
-
-    return tables.unpacked(path, form)
+    return _decoded(path, data)
 
 
-def _read(path: Path, *, rows: bool = True) -> tuple[Format | None, str | None]:
-    """Returns the format of a file, and its text unless it is compressed or binary.
+def _decoded(path: Path, data: bytes) -> str:
+    return parsing.decoded(data, Source(str(path), "UTF-8 text", "convert the file"))
+
+
+def _read(path: Path, *, named: bool = True) -> tuple[Format | None, bytes | None]:
+    """Returns the format of a file's content, and the content, unpacked.
+
+    The content of a table is None, as `datasets` reads the file.
 
     Args:
-      rows: whether rows are expected. Otherwise the file is plain text, whatever it
-        looks like.
+      named: whether the format follows from the name where the bytes do not tell it,
+        and an array of objects is one of rows.
     """
+
+    def detect(path: Path, head: bytes) -> Format | None:
+        return formats.of(path, head) if named else formats.of_bytes(head)
+
     try:
         with path.open("rb") as file:  # opened once: it may be a pipe
             head = file.read(formats.HEAD)
-            form = formats.of(path, head) if rows else formats.of_bytes(head)
-            if form is not None and form not in formats.WRITTEN:
+            form = detect(path, head)
+            if form is not None and form.builder is not None:
                 return form, None
             data = head + file.read()
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL
@@ -189,5 +187,7 @@ def _read(path: Path, *, rows: bool = True) -> tuple[Format | None, str | None]:
             f"{parsing.shown(path)}: expected a readable file, got"
             f" {getattr(error, 'strerror', error)}; check the path"
         ) from None
-    source = Source(str(path), "UTF-8 text", "convert the file")
-    return form, parsing.decoded(data, source)
+    if form is not None and form.unpack is not None:
+        data = form.unpacked(path, data)
+        form = detect(formats.unpacked_name(path), data[: formats.HEAD])
+    return form, data
