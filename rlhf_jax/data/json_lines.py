@@ -153,8 +153,9 @@ def _lines(path: Path, text: str, *, receipt: Receipt | None) -> list[tuple[str,
 def _text(path: Path) -> str:
     """Reads a file that must be plain text, compressed or not, whatever its name."""
     form, data = _read(path, named=False)
-    if form is not None or data is None:
+    if form is not None:
         raise form.refusal(path, expected="text")
+    assert data is not None
     return _decoded(path, data)
 
 
