@@ -175,7 +175,7 @@ def least_limit() -> int | None:
       Bytes, in whole MiB; None if a device does not report its memory.
     """
     limits = [limit(device) or 0 for device in jax.local_devices()]
-    return 2**20 * processes.least(min(limits) // 2**20) or None
+    return 2**20 * min(processes.gathered(min(limits) // 2**20)) or None
 
 
 def limit(place: Any) -> int | None:
