@@ -22,7 +22,6 @@ from jax.sharding import Mesh
 
 from rlhf_jax.devices import processes, sharding
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import decoder
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.planning import workload
 from rlhf_jax.roles.reference import storage
@@ -52,13 +51,6 @@ class Passing(NamedTuple):
     mesh: Mesh
     beside: tuple[Part, ...] = ()  # arrays that exist only during this program
     others: tuple[tuple[str, int], ...] = ()  # (name, bytes) that exist with it
-
-
-def shapes_of(model: ModelConfig) -> PyTree:
-    """Shapes of a model's parameters, float32; nothing is allocated."""
-    # `jit` caches the trace of each model.
-    init = jax.jit(decoder.init, static_argnames="model")
-    return init.eval_shape(jax.eval_shape(jax.random.key, 0), model=model)
 
 
 def gradients(name: str, trained: PyTree, *, model: ModelConfig, mesh: Mesh) -> Passing:

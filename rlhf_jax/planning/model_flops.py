@@ -18,8 +18,11 @@ Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B, here with causal pa
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
+
+from rlhf_jax.models import decoder
 from rlhf_jax.models.config import ModelConfig
 
 
@@ -54,12 +57,12 @@ def forward(
       group_size: texts that share a prompt, which is run once for all of them.
     """
     size, attention = model.hidden_size, model.attention_layers
-    projections = sum(_projections(model, layer) for layer in attention)
-    mlp = sum(_mlp(model.at(layer)) for layer in range(model.num_layers))
     shared = len(texts.responses) * (1 - 1 / group_size)  # prompts that are not run
     tokens = texts.tokens - shared * texts.prompt
-    total = 2.0 * tokens * (projections + mlp)
-    total += tokens * _of_delta_nets(model)
+    total = 2.0 * tokens * _kernel_numbers(model)
+    if (shape := model.delta_net) is not None:
+        memory = shape.num_value_heads * shape.value_dim * shape.key_dim
+        total += tokens * len(model.layers_of("delta_net")) * 6.0 * memory
     windows = Counter(
         (
             model.sliding_window if model.is_local(layer) else None,
@@ -91,38 +94,21 @@ def training(
     return passes * forward(model, texts, head=head) + own
 
 
-def _projections(model: ModelConfig, layer: int) -> int:
-    """Numbers of the matrices around the attention of a layer."""
-    own = model.at(layer)
-    size, width = model.hidden_size, model.num_heads * own.head_dim
-    matrices = 0 if model.source(layer) is not None else 1 if own.keys_as_values else 2
-    numbers = 2 * size * width + matrices * size * own.num_kv_heads * own.head_dim
-    return numbers + (size * width if model.output_gate else 0)
+def _kernel_numbers(model: ModelConfig) -> int:
+    """Numbers of the matrices that a token meets in all layers."""
+    params = decoder.shapes(model)
+    layers = dict(params["layers"])
+    total = _kernels(params["embed"].get("per_layer_mix", {}))
+    if model.experts is not None:  # some of them, and the router
+        experts = dict(layers.pop("experts"))
+        total += experts.pop("router")["weight"].size
+        total += _kernels(experts) * model.experts.per_token // model.experts.count
+    return total + _kernels(layers)
 
 
-def _mlp(own: ModelConfig) -> int:
-    """Numbers of the matrices that a token meets in a layer beside its attention."""
-    size = own.hidden_size
-    matrices = (3 if own.gated_mlp else 2) * size
-    mlp, experts = matrices * own.intermediate_size, own.experts
-    if experts is not None:  # some of them, and the router
-        beside = 0 if experts.beside_width is None else mlp
-        mlp = experts.per_token * matrices * own.expert_width + size * experts.count
-        mlp += beside
-    return mlp + 3 * size * (own.per_layer_width or 0)
-
-
-def _of_delta_nets(model: ModelConfig) -> float:
-    """FLOPs of a token in all DeltaNet layers."""
-    shape = model.delta_net
-    if shape is None:
-        return 0.0
-    values = shape.num_value_heads * shape.value_dim
-    keys = shape.num_key_heads * shape.key_dim
-    numbers = 2 * keys + 3 * values + 2 * shape.num_value_heads
-    memory = values * shape.key_dim
-    layers = len(model.layers_of("delta_net"))
-    return layers * (2.0 * model.hidden_size * numbers + 6.0 * memory)
+def _kernels(tree: Any) -> int:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return sum(leaf.size for path, leaf in leaves if path[-1].key == "kernel")
 
 
 def _pairs(length: int, *, window: int | None) -> int:
