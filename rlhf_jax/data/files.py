@@ -151,17 +151,17 @@ def read_rows(
 
     Args:
       read: row -> `Reading`; its errors are prefixed by the row's file and line.
-      text: as in `json_lines.read_located`.
+      text: as in `json_lines.read_jsonl`.
     """
     rows: list[Row] = []
-    for where, row in json_lines.read_located(source, text=text, receipt=receipt):
-        with located(where):
+    for row in json_lines.read_jsonl(source, text=text, receipt=receipt):
+        with located(row.where):
             become, reads, num_texts = read(row)
         rows += become
         if receipt is not None:
-            receipt.row(where, row, reads=reads, count=num_texts)
+            receipt.row(row.where, row, reads=reads, count=num_texts)
             if not become:
-                receipt.drop(BLANK, where=where, count=num_texts)
+                receipt.drop(BLANK, where=row.where, count=num_texts)
     return rows
 
 

@@ -41,31 +41,21 @@ def place(row: Row, index: int) -> str:
     return row.where if isinstance(row, LocatedRow) else f"row {index} (from 0)"
 
 
-def read_jsonl(source: str | Path) -> list[Row]:
+def read_jsonl(
+    source: str | Path, *, text: str | None = None, receipt: Receipt | None = None
+) -> list[LocatedRow]:
     """Reads JSON objects, one per line, or the rows of another format or a data set.
 
     Args:
       source: a file or its address (`urls.of`), or `hf:NAME` or `hf:NAME:SPLIT` (the
         default SPLIT is train). A data set, Parquet and Arrow need the extra
         `datasets`.
-
-    Raises:
-      InputError: a line or the format cannot be read; names the file and line.
-    """
-    return [row for _, row in read_located(source)]
-
-
-def read_located(
-    source: str | Path, *, text: str | None = None, receipt: Receipt | None = None
-) -> list[tuple[str, Row]]:
-    """Reads like `read_jsonl`, and returns (file and line, row) pairs.
-
-    Args:
       text: the field that gets a line of a .txt file; None reads no such files.
       receipt: notes blank lines. The caller records the rows.
 
     Raises:
-      InputError: as `read_jsonl`, or there is no row.
+      InputError: a line or the format cannot be read, or there is no row; names the
+        file and line.
     """
     if str(source).startswith("hf:"):
         # Imported late, here and below: JSON Lines need no library of tables.
@@ -78,9 +68,7 @@ def read_located(
         rows = [(where, {text: line}) for where, line in lines]
     else:
         rows = _rows(urls.fetched(source), receipt=receipt)
-    located: list[tuple[str, Row]] = [
-        (where, LocatedRow(row, where=where)) for where, row in rows
-    ]
+    located = [LocatedRow(row, where=where) for where, row in rows]
     if not located:
         raise InputError(
             f"{source}: expected at least one row, got none; is the file empty?"

@@ -25,7 +25,6 @@ READERS = [
     files.read_preferences,
     unpaired.read_labelled,
     json_lines.read_jsonl,
-    json_lines.read_located,
 ]
 
 

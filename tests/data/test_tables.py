@@ -44,7 +44,7 @@ def write(tmp_path):
 
 
 def places(path):
-    return [where for where, _ in json_lines.read_located(path)]
+    return [row.where for row in json_lines.read_jsonl(path)]
 
 
 COMPRESSIONS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}

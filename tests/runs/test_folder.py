@@ -335,7 +335,7 @@ def test_resume_with_another_reward_warns(tmp_path, capsys, monkeypatch):
 
 
 def test_a_kind_of_reward_is_no_module(tmp_path, monkeypatch):
-    """A user's model.py has no part in x=model:PATH, nor hf.py or NAME.py in hf:NAME:SPLIT."""
+    """A user's model.py has no part in x=model:PATH, nor a NAME.py in hf:NAME:SPLIT."""
     monkeypatch.chdir(tmp_path)
     for name in ("model", "verifier", "function", "hf", "gsm8k", "nmine", "mine"):
         Path(f"{name}.py").touch()

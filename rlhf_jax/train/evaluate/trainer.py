@@ -237,7 +237,7 @@ def read_asked(
     options: Config, *, reader: Pretrained, pools: RewardPools, receipt: Receipt
 ) -> ReadRows:
     """Reads the rows, and the prompts that leave room for a response."""
-    pools.check_answers(lambda: json_lines.read_located(options.data.prompts))
+    pools.check_answers(lambda: json_lines.read_jsonl(options.data.prompts))
     read = read_prompts(
         options.data.prompts,
         options=options.data,
