@@ -28,13 +28,13 @@ from rlhf_jax.runs import command_line, folder, lock, metrics, report, run
 from rlhf_jax.runs.object_storage import mirror
 from rlhf_jax.runs.proof import run_files
 from rlhf_jax.runs.report import Role
-from rlhf_jax.train.evaluate import responses, results, scoring
+from rlhf_jax.train.evaluate import responses, results
 from rlhf_jax.train.evaluate.episodes import begin_episodes
 from rlhf_jax.train.evaluate.options import Config
 from rlhf_jax.train.evaluate.programs import Programs
 from rlhf_jax.train.evaluate.responses import Evaluation, Model
 from rlhf_jax.train.reading import load_start, receipt_of
-from rlhf_jax.train.rewards import RewardPools
+from rlhf_jax.train.rewards import RewardList, RewardPools
 from rlhf_jax.train.rows import ReadRows, read_prompts
 
 STAGE = "evaluate"
@@ -103,15 +103,7 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
         reward_model = loader.reward_model(options.reward_model, storage=copy)
     programs = Programs(options, start=start, mesh=mesh)
     key = sharding.place(jax.random.key(options.seed), mesh=mesh)
-    answers = answering(pools.verifiers.get("verifier"))
-    score = scoring.scorer(
-        options,
-        programs=programs,
-        start=start,
-        read=read,
-        pools=pools,
-        reward_model=reward_model,
-    )
+    verifier = pools.verifiers.get("verifier")
     evaluation = Evaluation(
         options=options,
         programs=programs,
@@ -121,9 +113,16 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
             name: jax.random.fold_in(key, number) for number, name in enumerate(models)
         },
         read=read,
-        score=score,
+        rewards=RewardList(
+            pools,
+            models=[] if reward_model is None else [reward_model],
+            pack=None,
+            policy=start,
+            rows=read.rows,
+            prompts=read.written_prompts,
+        ),
+        verifier=verifier,
         played=played,
-        answers=answers,
         judge=judge,
     )
     meta = {
@@ -184,7 +183,9 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
             f"response, got {len(evaluated)}; evaluate again with another --out"
         )
     collected = results.collected(
-        evaluated, options=options, answers=answers is not None
+        evaluated,
+        options=options,
+        answers=isinstance(verifier, verifiers.Answering),
     )
     collected["dropped"] = dropped
     if texts is not None:
@@ -226,11 +227,6 @@ def empty(run: Path) -> None:
             shutil.rmtree(path)
         elif path.name != lock.NAME:  # this process holds it
             path.unlink()
-
-
-def answering(verifier: object) -> verifiers.Answering | None:
-    """Returns the verifier if it reads answers, which majority@k needs."""
-    return verifier if isinstance(verifier, verifiers.Answering) else None
 
 
 def read_asked(
