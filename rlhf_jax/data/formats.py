@@ -10,6 +10,11 @@ from types import ModuleType
 
 from rlhf_jax.functional.checks import InputError
 
+
+class NoFile(InputError):
+    """Data is missing or cannot be read; readers with a receipt add its option."""
+
+
 HEAD = 2**16  # bytes that are read to detect a format
 
 

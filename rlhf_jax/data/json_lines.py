@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from rlhf_jax.data import formats
-from rlhf_jax.data.formats import Format
+from rlhf_jax.data.formats import Format, NoFile
 from rlhf_jax.data.receipts import Receipt
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional import errors
+from rlhf_jax.functional.errors import InputError
 from rlhf_jax.runs import parsing, progress
 from rlhf_jax.runs.object_storage import urls
 from rlhf_jax.runs.parsing import Source
@@ -62,22 +64,14 @@ def read_located(
 
     Args:
       text: the field that gets a line of a .txt file; None reads no such files.
-      receipt: notes blank lines. The caller records the rows.
+      receipt: notes blank lines, and names the option of a missing file. The caller
+        records the rows.
 
     Raises:
       InputError: as `read_jsonl`, or there is no row.
     """
-    if str(source).startswith("hf:"):
-        # Imported late, here and below: JSON Lines need no library of tables.
-        from rlhf_jax.data import tables
-
-        rows = tables.of_hub(str(source))
-    elif text is not None and formats.is_text(source):
-        path = urls.fetched(source)
-        lines = _lines(path, _text(path), receipt=receipt)
-        rows = [(where, {text: line}) for where, line in lines]
-    else:
-        rows = _rows(urls.fetched(source), receipt=receipt)
+    with _naming(receipt):
+        rows = _located(source, text=text, receipt=receipt)
     located: list[tuple[str, Row]] = [
         (where, LocatedRow(row, where=where)) for where, row in rows
     ]
@@ -88,12 +82,38 @@ def read_located(
     return located
 
 
-def read_text(path: str | Path) -> str:
+def _naming(receipt: Receipt | None) -> contextlib.AbstractContextManager[None]:
+    """Names the option of a file that is missing."""
+    if receipt is None:
+        return contextlib.nullcontext()
+    return errors.located(receipt.name, NoFile)
+
+
+def _located(
+    source: str | Path, *, text: str | None, receipt: Receipt | None
+) -> Iterable[tuple[str, Row]]:
+    if str(source).startswith("hf:"):
+        # Imported late, here and below: JSON Lines need no library of tables.
+        from rlhf_jax.data import tables
+
+        return tables.of_hub(str(source))
+    if text is not None and formats.is_text(source):
+        path = urls.fetched(source)
+        lines = _lines(path, _text(path), receipt=receipt)
+        return [(where, {text: line}) for where, line in lines]
+    return _rows(urls.fetched(source), receipt=receipt)
+
+
+def read_text(path: str | Path, *, receipt: Receipt | None = None) -> str:
     """Reads a plain text file; InputError if it is empty.
 
     A compressed file needs the extra `datasets`.
+
+    Args:
+      receipt: names the option of a missing file.
     """
-    text = _text(urls.fetched(path))
+    with _naming(receipt):
+        text = _text(urls.fetched(path))
     if not text.strip():
         raise InputError(f"{path}: expected text, got an empty file")
     return text
@@ -185,9 +205,10 @@ def _read(path: Path, *, rows: bool = True) -> tuple[Format | None, str | None]:
                 return form, None
             data = head + file.read()
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL
-        raise InputError(
+        seen = "" if path.is_absolute() else f", seen from {Path.cwd()}"
+        raise NoFile(
             f"{parsing.shown(path)}: expected a readable file, got"
-            f" {getattr(error, 'strerror', error)}; check the path"
+            f" {getattr(error, 'strerror', error)}{seen}; check the path"
         ) from None
     source = Source(str(path), "UTF-8 text", "convert the file")
     return form, parsing.decoded(data, source)

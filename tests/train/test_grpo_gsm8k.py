@@ -291,8 +291,8 @@ def test_options_that_nash_md_refuses(files, tmp_path, capsys, argv, message):
         ),
         (
             "--kl-control=lagrangian,target=6,unit=response",
-            "--kl-control lagrangian: min_kl_coef: expected a finite number above 0, got "
-            "0.0; choose min_kl_coef > 0",
+            "--kl-control lagrangian: min_kl_coef: expected a finite number above 0, "
+            "got 0.0; choose min_kl_coef > 0",
         ),
         (
             "--packing=auto",

@@ -14,7 +14,7 @@ import jax
 from rlhf_jax.checkpoints import frozen_models, hf, pretrained
 from rlhf_jax.checkpoints.frozen_models import Loader
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.data import digests, json_lines
+from rlhf_jax.data import digests
 from rlhf_jax.data.receipts import Receipt, Receipts, items
 from rlhf_jax.devices import processes, program_cache, sharding
 from rlhf_jax.evaluation import comparison
@@ -233,7 +233,6 @@ def read_asked(
     options: Config, *, reader: Pretrained, pools: RewardPools, receipt: Receipt
 ) -> ReadRows:
     """Reads the rows, and the prompts that leave room for a response."""
-    pools.check_answers(lambda: json_lines.read_located(options.data.prompts))
     read = read_prompts(
         options.data.prompts,
         options=options.data,
@@ -241,6 +240,7 @@ def read_asked(
         limits=options.limits(reader),
         receipt=receipt,
     )
+    pools.check_answers(read.rows)
     pools.tell(receipt)
     if options.judge is not None:
         receipt.gives(f"--judge {options.judge}")
