@@ -12,6 +12,11 @@ from pathlib import Path
 
 from rlhf_jax.functional.checks import InputError
 
+
+class NoFile(InputError):
+    """Data is missing or cannot be read; readers with a receipt add its option."""
+
+
 HEAD = 2**16  # bytes that are read to detect a format
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from rlhf_jax.data import formats
-from rlhf_jax.data.formats import Format
+from rlhf_jax.data.formats import Format, NoFile
 from rlhf_jax.data.receipts import Receipt
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional import errors
+from rlhf_jax.functional.errors import InputError
 from rlhf_jax.runs import parsing, progress
 from rlhf_jax.runs.object_storage import urls
 from rlhf_jax.runs.parsing import Source
@@ -51,23 +53,15 @@ def read_jsonl(
         default SPLIT is train). A data set, Parquet and Arrow need the extra
         `datasets`.
       text: the field that gets a line of a .txt file; None reads no such files.
-      receipt: notes blank lines. The caller records the rows.
+      receipt: notes blank lines, and names the option of a missing file. The caller
+        records the rows.
 
     Raises:
       InputError: a line or the format cannot be read, or there is no row; names the
         file and line.
     """
-    if str(source).startswith("hf:"):
-        # Imported late, here and below: JSON Lines need no library of tables.
-        from rlhf_jax.data import tables
-
-        rows = tables.of_hub(str(source))
-    elif text is not None and formats.is_text(source):
-        path = urls.fetched(source)
-        lines = _lines(path, _text(path), receipt=receipt)
-        rows = [(where, {text: line}) for where, line in lines]
-    else:
-        rows = _rows(urls.fetched(source), receipt=receipt)
+    with _naming(receipt):
+        rows = _located(source, text=text, receipt=receipt)
     located = [LocatedRow(row, where=where) for where, row in rows]
     if not located:
         raise InputError(
@@ -76,9 +70,36 @@ def read_jsonl(
     return located
 
 
-def read_text(path: str | Path) -> str:
-    """Reads a plain text file, compressed or not; InputError if it is empty."""
-    text = _text(urls.fetched(path))
+def _naming(receipt: Receipt | None) -> contextlib.AbstractContextManager[None]:
+    """Names the option of a file that is missing."""
+    if receipt is None:
+        return contextlib.nullcontext()
+    return errors.located(receipt.name, NoFile)
+
+
+def _located(
+    source: str | Path, *, text: str | None, receipt: Receipt | None
+) -> Iterable[tuple[str, Row]]:
+    if str(source).startswith("hf:"):
+        # Imported late, here and below: JSON Lines need no library of tables.
+        from rlhf_jax.data import tables
+
+        return tables.of_hub(str(source))
+    if text is not None and formats.is_text(source):
+        path = urls.fetched(source)
+        lines = _lines(path, _text(path), receipt=receipt)
+        return [(where, {text: line}) for where, line in lines]
+    return _rows(urls.fetched(source), receipt=receipt)
+
+
+def read_text(path: str | Path, *, receipt: Receipt | None = None) -> str:
+    """Reads a plain text file, compressed or not; InputError if it is empty.
+
+    Args:
+      receipt: names the option of a missing file.
+    """
+    with _naming(receipt):
+        text = _text(urls.fetched(path))
     if not text.strip():
         raise InputError(f"{path}: expected text, got an empty file")
     return text
@@ -172,9 +193,10 @@ def _read(path: Path, *, named: bool = True) -> tuple[Format | None, bytes | Non
                 return form, None
             data = head + file.read()
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL
-        raise InputError(
+        seen = "" if path.is_absolute() else f", seen from {Path.cwd()}"
+        raise NoFile(
             f"{parsing.shown(path)}: expected a readable file, got"
-            f" {getattr(error, 'strerror', error)}; check the path"
+            f" {getattr(error, 'strerror', error)}{seen}; check the path"
         ) from None
     if form is not None and form.unpack is not None:
         data = form.unpacked(path, data)

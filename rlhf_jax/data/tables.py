@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rlhf_jax.data.formats import TSV, Format
+from rlhf_jax.data.formats import TSV, Format, NoFile
 from rlhf_jax.functional.checks import InputError
 
 Located = list[tuple[str, dict[str, Any]]]
@@ -37,7 +37,7 @@ def of_hub(source: str) -> Located:
     except Exception as error:  # the packages behind `datasets` raise many classes
         missing = isinstance(error, ImportError)
         remedy = f"; run {INSTALL}" if missing else ""
-        raise InputError(
+        raise NoFile(
             f"{source}: expected a Hugging Face data set as hf:NAME or hf:NAME:SPLIT,"
             f" got: {error}{remedy}"
         ) from error

@@ -128,7 +128,6 @@ class Responder:
     def read(self, source: str, *, pools: RewardPools, receipt: Receipt) -> ReadRows:
         """Returns the rows of a file that leave room for a response."""
         config = self._config
-        pools.check_answers(lambda: json_lines.read_jsonl(source))
         if self._opened is not None:
             environment = config.sampler.environment
             assert environment is not None
@@ -140,18 +139,18 @@ class Responder:
                 limits=self._limits,
                 receipt=receipt,
             )
-            pools.tell(receipt)
-            return read.fitting()
-        read = read_prompts(
-            source,
-            options=config.data,
-            teacher_field=config.teacher_field,
-            start=self._start,
-            limits=self._limits,
-            receipt=receipt,
-        )
+        else:
+            read = read_prompts(
+                source,
+                options=config.data,
+                teacher_field=config.teacher_field,
+                start=self._start,
+                limits=self._limits,
+                receipt=receipt,
+            )
+        pools.check_answers(read.rows)
         pools.tell(receipt)
-        if config.watch.judge is not None:
+        if config.watch.judge is not None and self._opened is None:
             receipt.gives(f"--judge {config.watch.judge}")
         return read.fitting()
 
