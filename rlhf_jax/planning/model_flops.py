@@ -17,48 +17,37 @@ Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B, here with causal pa
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
 from rlhf_jax.models import decoder
 from rlhf_jax.models.config import ModelConfig
-
-
-class Texts(NamedTuple):
-    """The lengths of a batch's texts, without padding."""
-
-    prompt: int  # tokens of every prompt
-    responses: tuple[int, ...]  # tokens of each response
-    # Tokens that each text observes between and after its turns; they are not predicted
-    # and not shared with other texts. () is none.
-    observed: tuple[int, ...] = ()
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens of each text after its prompt."""
-        observed = self.observed or (0,) * len(self.responses)
-        return tuple(map(sum, zip(self.responses, observed, strict=True)))
-
-    @property
-    def tokens(self) -> int:
-        """All tokens of prompts, responses and observations."""
-        return len(self.responses) * self.prompt + sum(self.lengths)
+from rlhf_jax.runs.profile.profiler import Text
 
 
 def forward(
-    model: ModelConfig, texts: Texts, *, head: bool, group_size: int = 1
+    model: ModelConfig, texts: Sequence[Text], *, head: bool, group_size: int = 1
 ) -> float:
     """FLOPs of one forward pass over all texts.
 
     Args:
+      texts: their lengths without padding; observed tokens are not predicted.
       head: whether the tokens of responses are predicted.
       group_size: texts that share a prompt, which is run once for all of them.
     """
-    size, attention = model.hidden_size, model.attention_layers
-    shared = len(texts.responses) * (1 - 1 / group_size)  # prompts that are not run
-    tokens = texts.tokens - shared * texts.prompt
+    prompts, wholes = Counter(text.prompt for text in texts), Counter(map(sum, texts))
+
+    def total_of(count: Callable[[int], int]) -> float:
+        """The sum over all texts, less prompts that are not run."""
+        total = sum(times * count(length) for length, times in wholes.items())
+        again = 1 - 1 / group_size
+        return total - sum(n * again * count(length) for length, n in prompts.items())
+
+    tokens = total_of(lambda length: length)
     total = 2.0 * tokens * _kernel_numbers(model)
     if (shape := model.delta_net) is not None:
         memory = shape.num_value_heads * shape.value_dim * shape.key_dim
@@ -68,29 +57,26 @@ def forward(
             model.sliding_window if model.is_local(layer) else None,
             model.num_heads * model.at(layer).head_dim,
         )
-        for layer in attention
+        for layer in model.attention_layers
     )
     for (window, width), layers in windows.items():
-        pairs = sum(
-            times * _pairs(texts.prompt + length, window=window)
-            for length, times in Counter(texts.lengths).items()
-        )
-        pairs -= shared * _pairs(texts.prompt, window=window)
+        pairs = total_of(functools.partial(_pairs, window=window))
         total += 4.0 * width * layers * pairs
     if head:
-        total += 2.0 * sum(texts.responses) * size * model.vocab_size
+        predicted = sum(text.response for text in texts)
+        total += 2.0 * predicted * model.hidden_size * model.vocab_size
     return total
 
 
 def training(
-    model: ModelConfig, texts: Texts, *, head: bool, adapters: int | None
+    model: ModelConfig, texts: Sequence[Text], *, head: bool, adapters: int | None
 ) -> float:
     """FLOPs of a forward pass over all texts and of its gradient.
 
     `adapters` is the number of their parameters if only adapters are trained.
     """
     passes = 3 if adapters is None else 2
-    own = 0.0 if adapters is None else 3 * 2.0 * texts.tokens * adapters
+    own = 0.0 if adapters is None else 3 * 2.0 * sum(map(sum, texts)) * adapters
     return passes * forward(model, texts, head=head) + own
 
 
