@@ -12,6 +12,7 @@ full account.
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,35 +97,29 @@ def check(
     """
 
     def check_own() -> None:
-        always = _account(resident)
-        _compare(always, change=change)
+        _compare(_account(resident), change=change)
         for one in passing():
             least = _account([*resident, *one.beside])
             for device in processes.local_devices(one.mesh):
                 for name, size in ((one.name, one.size), *one.others):
-                    _add(least, _place(device), name, size // one.mesh.size)
+                    least[_place(device)][name] += size // one.mesh.size
             _compare(least, change=change)
 
     # Hosts with other roles have other sums.
     processes.on_each(check_own)
 
 
-def _account(resident: Sequence[Part]) -> dict[Any, dict[str, int]]:
+def _account(resident: Sequence[Part]) -> dict[Any, Counter[str]]:
     """{device or host: {name: bytes}}."""
-    account: dict[Any, dict[str, int]] = {}
+    account: dict[Any, Counter[str]] = defaultdict(Counter)
     for name, shapes, mesh in resident:
         if mesh is None:
-            _add(account, HOST, name, storage.nbytes(shapes))
+            account[HOST][name] += storage.nbytes(shapes)
             continue
         size = bytes_per_device(shapes, mesh=mesh)
         for device in processes.local_devices(mesh):
-            _add(account, _place(device), name, size)
+            account[_place(device)][name] += size
     return account
-
-
-def _add(account: dict[Any, dict[str, int]], place: Any, name: str, size: int) -> None:
-    parts = account.setdefault(place, {})
-    parts[name] = parts.get(name, 0) + size
 
 
 def bytes_per_device(shapes: PyTree, *, mesh: Mesh) -> int:
@@ -140,7 +135,7 @@ def _place(device: Any) -> Any:
     return HOST if device.platform == "cpu" else device
 
 
-def _compare(least: dict[Any, dict[str, int]], *, change: str) -> None:
+def _compare(least: dict[Any, Counter[str]], *, change: str) -> None:
     for place, parts in least.items():
         available, needed = limit(place), sum(parts.values())
         if available is None or needed <= available:
