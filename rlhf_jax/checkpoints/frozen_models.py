@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
@@ -34,6 +34,7 @@ from rlhf_jax.roles.reference.frozen import Frozen
 Array = jax.Array
 Output = TypeVar("Output")  # arrays
 Params = Any
+Role = Literal["reference", "critic", "teacher", "reward model"]
 Load = Callable[..., tuple[ModelConfig, Params]]  # a checkpoint's path -> shape, params
 
 
@@ -144,10 +145,8 @@ class Loader(NamedTuple):
         """
         if path_or_repo_id is None:
             return storage.freeze(self.policy.params, place=place, policy=self.mesh)
-        with located(option, hub.NoCheckpoint):
-            model, params = self._read(self.model, path_or_repo_id, self.mesh)
-        _check_tokens(
-            path_or_repo_id, model=model, policy=self.policy, role="reference"
+        model, params = self._read(
+            self.model, path_or_repo_id, self.mesh, role="reference", option=option
         )
         shape = reference_shape(model, policy=self.policy)
         return storage.freeze(params, place=place, policy=self.mesh, model=shape)
@@ -164,9 +163,9 @@ class Loader(NamedTuple):
           Its shape, with the policy's compute options, and its trainable parameters;
           values start at 0.
         """
-        with located("--critic.start", hub.NoCheckpoint):
-            model, params = self._read(self.model, path_or_repo_id, mesh)
-        _check_tokens(path_or_repo_id, model=model, policy=self.policy, role="critic")
+        model, params = self._read(
+            self.model, path_or_repo_id, mesh, role="critic", option="--critic.start"
+        )
         shape = run_beside_policy(model, policy=self.policy)
         return shape, critic.from_policy(params, model=shape)
 
@@ -174,16 +173,12 @@ class Loader(NamedTuple):
         self, path_or_repo_id: str, *, storage: Storage, place: Place = WITH_POLICY
     ) -> RewardModel:
         """Freezes a reward model."""
-        with located("--reward-model", hub.NoCheckpoint):
-            model, params = self._read(self.reward, path_or_repo_id, self.mesh)
-        _check_tokens(
+        model, params = self._read(
+            self.reward,
             path_or_repo_id,
-            model=model,
-            policy=self.policy,
+            self.mesh,
             role="reward model",
-            fields=["vocab_size"],
-            instead="take one that `rlhf-jax reward-model` trained on top of this "
-            "policy",
+            option="--reward-model",
         )
         # A critic that starts from the reward model takes this shape and its options.
         return RewardModel(
@@ -193,12 +188,20 @@ class Loader(NamedTuple):
 
     def trainable_reward(self, path_or_repo_id: str, *, mesh: Mesh) -> Params:
         """Returns the parameters of a reward model, for a critic to start from."""
-        return self._read(self.reward, path_or_repo_id, mesh)[1]
+        return self._placed(self.reward, path_or_repo_id, mesh)[1]
+
+    def _read(
+        self, load: Load, name: str, mesh: Mesh | None, *, role: Role, option: str
+    ) -> tuple[ModelConfig, Params]:
+        with located(option, hub.NoCheckpoint):
+            model, params = self._placed(load, name, mesh)
+        _check_tokens(name, model=model, policy=self.policy, role=role)
+        return model, params
 
     @staticmethod
-    def _read(load: Load, path: str, mesh: Mesh | None) -> tuple[ModelConfig, Params]:
+    def _placed(load: Load, name: str, mesh: Mesh | None) -> tuple[ModelConfig, Params]:
         over = None if mesh is None else functools.partial(shardings, mesh=mesh)
-        return load(path, dtype="float32", sharding=over)
+        return load(name, dtype="float32", sharding=over)
 
 
 def reference_shape(model: ModelConfig, *, policy: Pretrained) -> ModelConfig | None:
@@ -217,22 +220,26 @@ def reference_shape(model: ModelConfig, *, policy: Pretrained) -> ModelConfig | 
     )
 
 
-_AS_IT_STARTS = (
-    "take one with the policy's vocabulary and a context as long, or leave it out for "
-    "the policy as it starts"
-)
+INSTEAD: dict[Role, str] = {
+    **dict.fromkeys(
+        ("reference", "critic"),
+        "take one with the policy's vocabulary and a context as long, or leave it out "
+        "for the policy as it starts",
+    ),
+    "teacher": "take one with the student's vocabulary and a context as long",
+    "reward model": "take one that `rlhf-jax reward-model` trained on top of this "
+    "policy",
+}
 
 
 def _check_tokens(
-    name: str,
-    *,
-    model: ModelConfig,
-    policy: Pretrained,
-    role: str,
-    instead: str = _AS_IT_STARTS,
-    fields: Sequence[str] = ("vocab_size", "max_positions"),
+    name: str, *, model: ModelConfig, policy: Pretrained, role: Role
 ) -> None:
-    """Refuses a model with a smaller vocabulary, shorter context or other ids."""
+    """Refuses a model with a smaller vocabulary, shorter context or other ids.
+
+    A reward model may have a shorter context.
+    """
+    fields = ["vocab_size"] + ["max_positions"] * (role != "reward model")
     small = [
         f"{field} {getattr(model, field)} for {getattr(policy.model, field)}"
         for field in fields
@@ -241,7 +248,7 @@ def _check_tokens(
     if small:
         raise InputError(
             f"{role} {name}: expected a model that reads the policy's tokens, got "
-            f"{', '.join(small)}; {instead}"
+            f"{', '.join(small)}; {INSTEAD[role]}"
         )
     _check_ids(name, own=policy.tokenizer, role=role)
 
@@ -263,25 +270,17 @@ def check_teacher(teacher: str, *, student: str, tokenizer: str | None) -> None:
         reader = tokenization.load_tokenizer(
             student if tokenizer is None else tokenizer
         )
-    check_reference(
-        teacher,
-        policy=Pretrained(shape, params=None, tokenizer=reader, stop_ids=()),
-        role="teacher",
-        instead="take one with the student's vocabulary and a context as long",
-    )
+    reads = Pretrained(shape, params=None, tokenizer=reader, stop_ids=())
+    check_reference(teacher, policy=reads, role="teacher")
 
 
 def check_reference(
-    reference: str,
-    *,
-    policy: Pretrained,
-    role: str = "reference",
-    instead: str = _AS_IT_STARTS,
+    reference: str, *, policy: Pretrained, role: Role = "reference"
 ) -> None:
     """Refuses a reference with other tokens, before weights are read.
 
     Args:
-      role, instead: what an error calls it, and advises.
+      role: what an error calls it.
 
     Raises:
       InputError: the checkpoint is missing, or has other token ids, a smaller
@@ -289,7 +288,7 @@ def check_reference(
     """
     with located("--reference", hub.NoCheckpoint):
         model = hf.model_config(reference)
-    _check_tokens(reference, model=model, policy=policy, role=role, instead=instead)
+    _check_tokens(reference, model=model, policy=policy, role=role)
 
 
 def run_beside_policy(model: ModelConfig, *, policy: Pretrained) -> ModelConfig:
@@ -310,7 +309,7 @@ def run_beside_policy(model: ModelConfig, *, policy: Pretrained) -> ModelConfig:
     )
 
 
-def _check_ids(path_or_repo_id: str, *, own: Any, role: str) -> None:
+def _check_ids(path_or_repo_id: str, *, own: Any, role: Role) -> None:
     """Refuses a checkpoint whose tokenizer gives texts other ids than the policy's.
 
     Prints a note if the checkpoint has no tokenizer. `own` is None in a plan.

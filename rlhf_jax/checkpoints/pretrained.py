@@ -305,7 +305,7 @@ def read_examples(
     """
     longest, contract = start.limit(max_length), start.contract(receipt)
     if formats.is_text(source):
-        text = json_lines.read_text(source)
+        text = json_lines.read_text(source, receipt=receipt)
         return [*encoding.encode_text(contract, text, block_size=longest)]
     return encoding.encode_demonstrations(
         contract,

@@ -14,7 +14,7 @@ from rlhf_jax.data.lengths import Limits
 from rlhf_jax.data.text import Question, TextContract, Written, messages, read_question
 from rlhf_jax.data.text.messages import AssistantTurns
 from rlhf_jax.functional import checks
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import InputError, located
 from rlhf_jax.runs import progress
 
 ENDLESS = (
@@ -119,7 +119,8 @@ def encode_episodes(
     for question in questions:
         if question.is_chat:
             asked = [*question.messages, messages.of_assistant("")]
-            messages.check_unmarked(asked, where=question.where)
+            with located(question.where):
+                messages.check_unmarked(asked)
     begun = zip(questions, rows, contract.prompts(questions), strict=True)
     episodes = [
         _episode(contract, question, row[turns], begins=begins)
@@ -157,7 +158,8 @@ def encode_preferences(
     for question, row in zip(questions, rows, strict=True):
         for side in ("chosen", "rejected") if question.is_chat else ():
             conversation = [*question.messages, *messages.as_turn(row[side])]
-            messages.check_unmarked(conversation, where=question.where)
+            with located(question.where):
+                messages.check_unmarked(conversation)
     prompts = contract.prompts(questions)
     responses = functools.partial(contract.responses, questions, prompts=prompts)
     chosen = responses([row["chosen"] for row in rows])
@@ -244,7 +246,8 @@ def _learned(
     if not question.is_chat:
         return None
     conversation = [*question.messages, *messages.as_turn(response)]
-    learned = messages.learned_turns(conversation, which=which, where=question.where)
+    with located(question.where):
+        learned = messages.learned_turns(conversation, which=which)
     return None if learned == [len(conversation) - 1] else learned
 
 

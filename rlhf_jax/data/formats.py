@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
+import bz2
 import dataclasses
+import gzip
 import importlib
+import lzma
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 from rlhf_jax.functional.checks import InputError
+
+
+class NoFile(InputError):
+    """Data is missing or cannot be read; readers with a receipt add its option."""
+
 
 HEAD = 2**16  # bytes that are read to detect a format
 
@@ -18,10 +25,11 @@ class Format:
     """A format that is neither JSON Lines nor plain text."""
 
     name: str  # for messages
-    remedy: str  # how to convert a file to JSON Lines or text
-    builder: str | None = None  # the builder in `datasets` that reads it, if any
     suffixes: tuple[str, ...] = ()
     magic: tuple[bytes, ...] = ()  # the first bytes of such a file
+    remedy: str = "unpack it first"  # how to make a file that is read
+    builder: str | None = None  # the builder in `datasets` that reads a table
+    unpack: Callable[[bytes], bytes] | None = None  # of compressed data
 
     def refusal(self, path: Path, *, expected: str = "JSON Lines") -> InputError:
         """Makes the error that such a file is not read, with the remedy."""
@@ -30,89 +38,77 @@ class Format:
             f"{path}: expected {expected}{per_line}, got {self.name}; {self.remedy}"
         )
 
-    def reader(self, path: Path) -> ModuleType:
-        """Returns the package `datasets`.
-
-        Raises:
-          InputError: `datasets` is not installed or does not read the format.
-        """
-        install = ""
-        if self.builder is not None:
-            with contextlib.suppress(ImportError):
-                return importlib.import_module("datasets")
-            install = (
-                ", or install what reads it as it is, "
-                "`pip install 'rlhf-jax[datasets]'`"
-            )
-        raise InputError(f"{self.refusal(path)}{install}")
+    def unpacked(self, path: Path, data: bytes) -> bytes:
+        """Returns the content of compressed data; InputError if it is damaged."""
+        assert self.unpack is not None
+        try:
+            return self.unpack(data)
+        except ImportError:
+            raise InputError(f"{self.refusal(path)}, or install zstandard") from None
+        except Exception as error:  # the packages raise several classes
+            raise InputError(
+                f"{path}: expected {self.name}, got what does not unpack:"
+                f" {error!s:.200}; is the file whole?"
+            ) from error
 
 
-def _compressed(name: str, suffix: str, *magic: bytes, unpack: str) -> Format:
-    named, remedy = f"{name}-compressed data", f"unpack it (`{unpack} FILE`)"
-    return Format(named, remedy, "text", (suffix,), magic)
+def _unpack_zstd(data: bytes) -> bytes:
+    zstandard = importlib.import_module("zstandard")  # no dependency of this package
+    parts = []
+    while data:
+        frame = zstandard.ZstdDecompressor().decompressobj()
+        parts.append(frame.decompress(data))
+        if not frame.eof:
+            raise EOFError("it ends within a frame")
+        data = frame.unused_data
+    return b"".join(parts)
 
 
-def _by_pandas(reader: str) -> str:
-    return (
-        f"convert it, with pandas by `pandas.{reader}"
-        f".to_json(OUT, orient='records', lines=True)`"
-    )
-
-
-ARRAY = Format(
-    "a JSON array (a list)",
-    "write each of its objects on a line of its own (`jq -c '.[]' FILE`)",
-    "json",
-)
-CSV = Format(
-    "comma-separated values (CSV)",
-    _by_pandas("read_csv(FILE, dtype=str, keep_default_na=False)"),
-    "csv",
-    (".csv",),
-)
-TSV = dataclasses.replace(
-    CSV,
-    name="tab-separated values (TSV)",
-    remedy=_by_pandas("read_csv(FILE, sep='\\t', dtype=str, keep_default_na=False)"),
-    suffixes=(".tsv",),
-)
+ARRAY = Format("a JSON array (a list)")
+CSV = Format("comma-separated values (CSV)", (".csv",))
+TSV = Format("tab-separated values (TSV)", (".tsv",))
+WRITTEN = (ARRAY, CSV, TSV)  # formats that are text
 _BZIP2 = tuple(b"BZh%d1AY&SY" % level for level in range(1, 10))
 COMPRESSED = (
-    _compressed("gzip", ".gz", b"\x1f\x8b", unpack="gzip -d"),
-    _compressed("bzip2", ".bz2", *_BZIP2, unpack="bzip2 -d"),
-    _compressed("xz", ".xz", b"\xfd7zXZ\0", unpack="xz -d"),
-    _compressed("zstd", ".zst", b"\x28\xb5\x2f\xfd", unpack="zstd -d"),
+    Format("gzip-compressed data", (".gz",), (b"\x1f\x8b",), unpack=gzip.decompress),
+    Format("bzip2-compressed data", (".bz2",), _BZIP2, unpack=bz2.decompress),
+    Format("xz-compressed data", (".xz",), (b"\xfd7zXZ\0",), unpack=lzma.decompress),
+    Format("zstd-compressed data", (".zst",), (b"(\xb5/\xfd",), unpack=_unpack_zstd),
 )
-WRITTEN = (ARRAY, CSV, TSV)  # formats that are text
+_BY_PANDAS = (
+    "convert it, with pandas by `pandas.read_{}(FILE).to_json(OUT, orient='records',"
+    " lines=True)`"
+)
 _FORMATS = (
     *COMPRESSED,
     Format(
         "a Parquet table, which is binary",
-        _by_pandas("read_parquet(FILE)"),
-        "parquet",
         (".parquet",),
         (b"PAR1",),
+        _BY_PANDAS.format("parquet"),
+        builder="parquet",
     ),
     Format(
         "an Arrow table, which is binary",
-        _by_pandas("read_feather(FILE)"),
-        "arrow",
         (".arrow", ".feather"),
         (b"ARROW1\0\0", b"\xff\xff\xff\xff"),
+        _BY_PANDAS.format("feather"),
+        builder="arrow",
     ),
     CSV,
     TSV,
     Format(
         "a zip archive, as Excel's workbooks are",
+        (".zip", ".xlsx"),
+        (b"PK\x03\x04",),
         "unpack it, or save the sheet as CSV",
-        suffixes=(".zip", ".xlsx"),
-        magic=(b"PK\x03\x04",),
     ),
-    Format("UTF-16 text", "save it as UTF-8", magic=(b"\xff\xfe", b"\xfe\xff")),
+    Format("UTF-16 text", (), (b"\xff\xfe", b"\xfe\xff"), "save it as UTF-8"),
     Format(
         "a pointer of Git LFS",
+        (),
+        (b"version https://git-lfs.github.com/spec/",),
         "fetch the file itself, `git lfs pull`",
-        magic=(b"version https://git-lfs.github.com/spec/",),
     ),
 )
 

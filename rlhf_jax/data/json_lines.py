@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from rlhf_jax.data import formats
-from rlhf_jax.data.formats import Format
+from rlhf_jax.data.formats import Format, NoFile
 from rlhf_jax.data.receipts import Receipt
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional import errors
+from rlhf_jax.functional.errors import InputError
 from rlhf_jax.runs import parsing, progress
 from rlhf_jax.runs.object_storage import urls
 from rlhf_jax.runs.parsing import Source
@@ -41,46 +43,26 @@ def place(row: Row, index: int) -> str:
     return row.where if isinstance(row, LocatedRow) else f"row {index} (from 0)"
 
 
-def read_jsonl(source: str | Path) -> list[Row]:
+def read_jsonl(
+    source: str | Path, *, text: str | None = None, receipt: Receipt | None = None
+) -> list[LocatedRow]:
     """Reads JSON objects, one per line, or the rows of another format or a data set.
 
     Args:
       source: a file or its address (`urls.of`), or `hf:NAME` or `hf:NAME:SPLIT` (the
-        default SPLIT is train). A data set, a compressed file, a JSON array, Parquet,
-        Arrow or CSV needs the extra `datasets`.
-
-    Raises:
-      InputError: a line or the format cannot be read; names the file and line.
-    """
-    return [row for _, row in read_located(source)]
-
-
-def read_located(
-    source: str | Path, *, text: str | None = None, receipt: Receipt | None = None
-) -> list[tuple[str, Row]]:
-    """Reads like `read_jsonl`, and returns (file and line, row) pairs.
-
-    Args:
+        default SPLIT is train). A data set, Parquet and Arrow need the extra
+        `datasets`.
       text: the field that gets a line of a .txt file; None reads no such files.
-      receipt: notes blank lines. The caller records the rows.
+      receipt: notes blank lines, and names the option of a missing file. The caller
+        records the rows.
 
     Raises:
-      InputError: as `read_jsonl`, or there is no row.
+      InputError: a line or the format cannot be read, or there is no row; names the
+        file and line.
     """
-    if str(source).startswith("hf:"):
-        # Imported late, here and below: JSON Lines need no library of tables.
-        from rlhf_jax.data import tables
-
-        rows = tables.of_hub(str(source))
-    elif text is not None and formats.is_text(source):
-        path = urls.fetched(source)
-        lines = _lines(path, _text(path), receipt=receipt)
-        rows = [(where, {text: line}) for where, line in lines]
-    else:
-        rows = _rows(urls.fetched(source), receipt=receipt)
-    located: list[tuple[str, Row]] = [
-        (where, LocatedRow(row, where=where)) for where, row in rows
-    ]
+    with _naming(receipt):
+        rows = _located(source, text=text, receipt=receipt)
+    located = [LocatedRow(row, where=where) for where, row in rows]
     if not located:
         raise InputError(
             f"{source}: expected at least one row, got none; is the file empty?"
@@ -88,12 +70,36 @@ def read_located(
     return located
 
 
-def read_text(path: str | Path) -> str:
-    """Reads a plain text file; InputError if it is empty.
+def _naming(receipt: Receipt | None) -> contextlib.AbstractContextManager[None]:
+    """Names the option of a file that is missing."""
+    if receipt is None:
+        return contextlib.nullcontext()
+    return errors.located(receipt.name, NoFile)
 
-    A compressed file needs the extra `datasets`.
+
+def _located(
+    source: str | Path, *, text: str | None, receipt: Receipt | None
+) -> Iterable[tuple[str, Row]]:
+    if str(source).startswith("hf:"):
+        # Imported late, here and below: JSON Lines need no library of tables.
+        from rlhf_jax.data import tables
+
+        return tables.of_hub(str(source))
+    if text is not None and formats.is_text(source):
+        path = urls.fetched(source)
+        lines = _lines(path, _text(path), receipt=receipt)
+        return [(where, {text: line}) for where, line in lines]
+    return _rows(urls.fetched(source), receipt=receipt)
+
+
+def read_text(path: str | Path, *, receipt: Receipt | None = None) -> str:
+    """Reads a plain text file, compressed or not; InputError if it is empty.
+
+    Args:
+      receipt: names the option of a missing file.
     """
-    text = _text(urls.fetched(path))
+    with _naming(receipt):
+        text = _text(urls.fetched(path))
     if not text.strip():
         raise InputError(f"{path}: expected text, got an empty file")
     return text
@@ -102,28 +108,24 @@ def read_text(path: str | Path) -> str:
 def _rows(
     path: Path, *, receipt: Receipt | None
 ) -> Iterator[tuple[str, Row]] | Located:
-    form, text = _read(path)
-    if text is None:
+    form, data = _read(path)
+    if data is None:
         assert form is not None
         from rlhf_jax.data import tables
 
-        if form not in formats.COMPRESSED:
-            return tables.of_table(path, form)
-        text = tables.unpacked(path, form)
-        head = text[: formats.HEAD].encode("utf-8", "replace")
-        form = formats.of(formats.unpacked_name(path), head)
+        return tables.of_table(path, form)
+    if form not in (None, *formats.WRITTEN):  # within another format
+        raise form.refusal(path)
+    text = _decoded(path, data)
     if form is None:
         lines = _lines(path, text, receipt=receipt)
         tracked = progress.track(lines, f"{path}: read", total=len(lines))
         return _objects((where, _value(where, line)) for where, line in tracked)
     if form is formats.ARRAY:
-        form.reader(path)
         source = Source(str(path), "a JSON array", "correct it")
         depth = parsing.MAX_DEPTH + 1
         values = parsing.of_json(text, source, depth=depth, size=None, foreign=True)
         return _objects((f"{path}[{n}]", value) for n, value in enumerate(values))
-    if form not in formats.WRITTEN:
-        raise form.refusal(path)
     from rlhf_jax.data import tables
 
     return tables.of_csv(path, text, form)
@@ -158,36 +160,45 @@ def _lines(path: Path, text: str, *, receipt: Receipt | None) -> list[tuple[str,
 
 
 def _text(path: Path) -> str:
-    """Reads a file that must be plain text, compressed or not."""
-    form, text = _read(path, rows=False)
-    if text is not None:
-        return text
-    assert form is not None
-    if form not in formats.COMPRESSED:
+    """Reads a file that must be plain text, compressed or not, whatever its name."""
+    form, data = _read(path, named=False)
+    if form is not None:
         raise form.refusal(path, expected="text")
-    from rlhf_jax.data import tables
+    assert data is not None
+    return _decoded(path, data)
 
-    return tables.unpacked(path, form)
+
+def _decoded(path: Path, data: bytes) -> str:
+    return parsing.decoded(data, Source(str(path), "UTF-8 text", "convert the file"))
 
 
-def _read(path: Path, *, rows: bool = True) -> tuple[Format | None, str | None]:
-    """Returns the format of a file, and its text unless it is compressed or binary.
+def _read(path: Path, *, named: bool = True) -> tuple[Format | None, bytes | None]:
+    """Returns the format of a file's content, and the content, unpacked.
+
+    The content of a table is None, as `datasets` reads the file.
 
     Args:
-      rows: whether rows are expected. Otherwise the file is plain text, whatever it
-        looks like.
+      named: whether the format follows from the name where the bytes do not tell it,
+        and an array of objects is one of rows.
     """
+
+    def detect(path: Path, head: bytes) -> Format | None:
+        return formats.of(path, head) if named else formats.of_bytes(head)
+
     try:
         with path.open("rb") as file:  # opened once: it may be a pipe
             head = file.read(formats.HEAD)
-            form = formats.of(path, head) if rows else formats.of_bytes(head)
-            if form is not None and form not in formats.WRITTEN:
+            form = detect(path, head)
+            if form is not None and form.builder is not None:
                 return form, None
             data = head + file.read()
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL
-        raise InputError(
+        seen = "" if path.is_absolute() else f", seen from {Path.cwd()}"
+        raise NoFile(
             f"{parsing.shown(path)}: expected a readable file, got"
-            f" {getattr(error, 'strerror', error)}; check the path"
+            f" {getattr(error, 'strerror', error)}{seen}; check the path"
         ) from None
-    source = Source(str(path), "UTF-8 text", "convert the file")
-    return form, parsing.decoded(data, source)
+    if form is not None and form.unpack is not None:
+        data = form.unpacked(path, data)
+        form = detect(formats.unpacked_name(path), data[: formats.HEAD])
+    return form, data

@@ -1,4 +1,4 @@
-"""Reads formats other than JSON Lines with the package `datasets` (an extra)."""
+"""Reads CSV files and, with the package `datasets` (an extra), tables and data sets."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rlhf_jax.data.formats import TSV, Format
+from rlhf_jax.data.formats import TSV, Format, NoFile
 from rlhf_jax.functional.checks import InputError
 
 Located = list[tuple[str, dict[str, Any]]]
 
+INSTALL = "`pip install 'rlhf-jax[datasets]'`"
 _LABEL = "label"  # the one column of a CSV file that may hold true and false
 _FLAGS = {"true": True, "false": False}
 
@@ -35,8 +36,8 @@ def of_hub(source: str) -> Located:
         table = datasets.load_dataset(name, split=split if split else "train")
     except Exception as error:  # the packages behind `datasets` raise many classes
         missing = isinstance(error, ImportError)
-        remedy = "; run `pip install 'rlhf-jax[datasets]'`" if missing else ""
-        raise InputError(
+        remedy = f"; run {INSTALL}" if missing else ""
+        raise NoFile(
             f"{source}: expected a Hugging Face data set as hf:NAME or hf:NAME:SPLIT,"
             f" got: {error}{remedy}"
         ) from error
@@ -49,18 +50,30 @@ def of_table(path: Path, form: Format) -> Located:
     Raises:
       InputError: `datasets` is not installed, or the file is damaged.
     """
-    return _rows(path, _loaded(path, form))
-
-
-def unpacked(path: Path, form: Format) -> str:
-    """Reads the text of a compressed file.
-
-    Raises:
-      InputError: `datasets` is not installed, or the file is damaged or not UTF-8.
-    """
-    # Line by line, since Arrow cannot hold a text of 2 GiB.
-    lines = _loaded(path, form, keep_linebreaks=True)["text"]
-    return "".join(lines).removeprefix("\ufeff")
+    try:
+        datasets = importlib.import_module("datasets")
+    except ImportError:
+        raise InputError(
+            f"{form.refusal(path)}, or install what reads it as it is, {INSTALL}"
+        ) from None
+    try:
+        with tempfile.TemporaryDirectory() as cache:  # so that no old copy is read
+            table = datasets.load_dataset(
+                form.builder,
+                data_files=glob.escape(str(path.absolute())),
+                split="train",
+                cache_dir=cache,
+                keep_in_memory=True,
+            )
+    except Exception as error:  # any class, as in `of_hub`
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise InputError(
+            f"{path}: expected {form.name}, got what datasets does not read:"
+            f" {cause!s:.200}; is the file whole? or else, {form.remedy}"
+        ) from error
+    return _rows(path, table)
 
 
 def of_csv(path: Path, text: str, form: Format) -> Located:
@@ -70,9 +83,8 @@ def of_csv(path: Path, text: str, form: Format) -> Located:
     `csv` reads the file: `datasets` would turn "007" into 7.0 and "NA" into nothing.
 
     Raises:
-      InputError: `datasets` is not installed, or the file is malformed.
+      InputError: the file is malformed.
     """
-    form.reader(path)
     # Cells may have any length; the limit is shared by all readers of `csv`.
     before = csv.field_size_limit(sys.maxsize)
     try:
@@ -112,28 +124,6 @@ def _csv_rows(path: Path, text: str, form: Format) -> Located:
             row[_LABEL] = _FLAGS.get(label.strip().lower(), label)
         rows.append((where, row))
     return rows
-
-
-def _loaded(path: Path, form: Format, **options: Any) -> Any:
-    datasets = form.reader(path)
-    try:
-        with tempfile.TemporaryDirectory() as cache:  # so that no old copy is read
-            return datasets.load_dataset(
-                form.builder,
-                data_files=glob.escape(str(path.absolute())),
-                split="train",
-                cache_dir=cache,
-                keep_in_memory=True,
-                **options,
-            )
-    except Exception as error:  # any class, as in `of_hub`
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        raise InputError(
-            f"{path}: expected {form.name}, got what datasets does not read:"
-            f" {cause!s:.200}; is the file whole? or else, {form.remedy}"
-        ) from error
 
 
 def _rows(source: str | Path, table: Any) -> Located:

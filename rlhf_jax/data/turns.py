@@ -24,7 +24,7 @@ from rlhf_jax.data import tokenization
 from rlhf_jax.data.text import Question, TextContract, Written, chat, messages
 from rlhf_jax.data.text.joining import OutOfRoom
 from rlhf_jax.data.text.messages import OPENING
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import InputError, located
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,13 +103,13 @@ class TurnEncoder:
 
     def _check_stop(self) -> None:
         """Raises InputError unless the template ends the assistant's turn itself."""
-        where, tokenizer = "the chat template", self.contract.tokenizer
+        tokenizer, stop_ids = self.contract.tokenizer, self.contract.stop_ids
         turns = [OPENING, messages.of_assistant("\ue001"), *messages.of_user("\ue002")]
-        text = chat.render(tokenizer, turns, where=where)
-        between = text.partition("\ue001")[2].partition("\ue002")[0]
-        (ids,) = tokenization.encode(tokenizer, [between], special=False)
-        stop_ids = self.contract.stop_ids
-        chat.turn_size(tokenizer, ids, stop_ids=stop_ids, last=False, where=where)
+        with located("the chat template"):
+            text = chat.render(tokenizer, turns)
+            between = text.partition("\ue001")[2].partition("\ue002")[0]
+            (ids,) = tokenization.encode(tokenizer, [between], special=False)
+            chat.turn_size(tokenizer, ids, stop_ids=stop_ids, last=False)
 
 
 def _check_plain(written: Written, *, where: str) -> None:

@@ -23,7 +23,7 @@ from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.lengths import Limits
 from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.text import TextContract, messages
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import InputError, located
 
 MISMATCHED = "the response to another prompt, beside a text, that is too long for it"
 
@@ -46,19 +46,19 @@ def read_labelled(
         is missing, or all labels are the same.
     """
 
-    def read(where: str, row: Row) -> Reading:
+    def read(row: Row) -> Reading:
         if "completion" not in row and {"chosen", "rejected"} <= row.keys():
-            pairs, reads, _ = files.preference(where, row, blank=blank)
+            pairs, reads, _ = files.preference(row, blank=blank)
             texts = [
                 pair | {"completion": pair[side], "label": label}
                 for pair in pairs
                 for side, label in (("chosen", True), ("rejected", False))
             ]
             return Reading(texts, reads, num_texts=2)
-        rows, reads, _ = files.response(where, row, field="completion", blank=blank)
+        rows, reads, _ = files.response(row, field="completion", blank=blank)
         if rows and not isinstance(row.get("label"), bool):
             raise InputError(
-                f"{where}: expected true or false in 'label', got"
+                f"expected true or false in 'label', got"
                 f" {row.get('label')!r:.40}; say whether the completion is desirable,"
                 " or give pairs with 'chosen' and 'rejected'"
             )
@@ -97,7 +97,8 @@ def encode_labelled(
     for index, row in enumerate(rows):
         if not isinstance(row["prompt"], str):
             turns = [*row["prompt"], *messages.as_turn(row["completion"])]
-            messages.check_unmarked(turns, where=json_lines.place(row, index))
+            with located(json_lines.place(row, index)):
+                messages.check_unmarked(turns)
     texts = [
         (Example(example.prompt, example.response), label)
         for label in (True, False)

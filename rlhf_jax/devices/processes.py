@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 import os
@@ -146,6 +145,23 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
+def gathered(value: Any) -> list[Any]:
+    """A JSON value of every process, in all of them, in the order of their numbers."""
+    if jax.process_count() == 1:
+        return [value]
+    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    # The lengths first, as gathered arrays have one shape in all processes.
+    sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(data))))
+    padded = np.pad(data, (0, int(sizes.max()) - len(data)))
+    rows = np.asarray(multihost_utils.process_allgather(padded))
+    return [json.loads(bytes(row[:n])) for row, n in zip(rows, sizes, strict=True)]
+
+
+def from_first(text: str) -> str:
+    """The text of the first process, in all of them."""
+    return gathered(text if is_first() else "")[0]
+
+
 def on_first(check: Callable[[], None]) -> None:
     """Runs a check in the first process; raises its InputError in all of them."""
     if jax.process_count() == 1:
@@ -170,30 +186,13 @@ def on_each(check: Callable[[], None]) -> None:
     if jax.process_count() == 1:
         check()
         return
-    kinds, kind, message = (InputError, StopError), 0, ""
+    failure = None
     try:
         check()
-    except kinds as error:
-        kind, message = 1 + isinstance(error, StopError), str(error)
-    failed = np.asarray(multihost_utils.process_allgather(np.int32(kind)))
-    if failed.any():
-        first = int(np.argmax(failed > 0))
-        raise kinds[failed[first] - 1](from_first(message, first=first))
-
-
-def from_first(text: str, *, first: int = 0) -> str:
-    """The text of the first process, or of another, in all of them."""
-    if jax.process_count() == 1:
-        return text
-    send = functools.partial(
-        multihost_utils.broadcast_one_to_all, is_source=jax.process_index() == first
-    )
-    # The length first, as broadcast arrays have one shape in all processes.
-    size = int(send(np.int32(len(text.encode()))))
-    if not size:
-        return ""
-    padded = np.frombuffer(text.encode()[:size].ljust(size, b"\0"), np.uint8)
-    return bytes(send(padded)).decode()
+    except (InputError, StopError) as error:
+        failure = isinstance(error, StopError), str(error)
+    for stops, message in filter(None, gathered(failure)):
+        raise (StopError if stops else InputError)(message)
 
 
 def computed_by_first(compute: Callable[[], Any]) -> Any:
@@ -206,22 +205,12 @@ def computed_by_first(compute: Callable[[], Any]) -> Any:
         return compute()
     results: list[Any] = []
     on_first(lambda: results.append(compute()))
-    return json.loads(from_first(json.dumps(results[0]) if results else ""))
-
-
-def least(number: int) -> int:
-    """The least i32 of all processes."""
-    if jax.process_count() == 1:
-        return number
-    return int(np.min(multihost_utils.process_allgather(np.int32(number))))
+    return gathered(results)[0][0]
 
 
 def machines() -> list[int]:
     """A number for every process: those of one machine, in containers too, share it."""
-    boot = zlib.crc32(BOOT_ID.read_bytes())
-    if jax.process_count() == 1:
-        return [boot]
-    return np.asarray(multihost_utils.process_allgather(np.uint32(boot))).tolist()
+    return gathered(zlib.crc32(BOOT_ID.read_bytes()))
 
 
 def owners(where: NamedSharding | Mesh) -> set[int]:
@@ -270,13 +259,10 @@ def agree(what: str, value: str) -> None:
     Raises:
       InputError: in all processes; lists those that differ from the first.
     """
-    if jax.process_count() == 1:
-        return
-    # A digest: processes exchange 32 bytes, however long the config is.
-    mine = np.frombuffer(hashlib.sha256(value.encode()).digest(), np.uint8)
-    all_of_them = np.asarray(multihost_utils.process_allgather(mine))
-    others = np.flatnonzero((all_of_them != all_of_them[0]).any(axis=1))
-    if len(others):
+    # A digest: processes exchange a few bytes, however long the config is.
+    first, *digests = gathered(hashlib.sha256(value.encode()).hexdigest())
+    others = [number for number, one in enumerate(digests, 1) if one != first]
+    if others:
         raise InputError(
             f"expected {what} to be the same in every process, got another in process "
             f"{', '.join(map(str, others))} than in process 0; start all with the same "

@@ -214,8 +214,8 @@ def put_computed(compute: Callable[[], Any], *, mesh: Mesh) -> Any:
         return put_rows(batch, mesh=mesh)
     processes.on_each(run)
     computed = _unshared(owned)
-    rows = np.int32(len(jax.tree.leaves(batch)[0]))
-    size = int(np.sum(multihost_utils.process_allgather(rows))) // _num_blocks(mesh)
+    rows = sum(processes.gathered(len(jax.tree.leaves(batch)[0])))
+    size = rows // _num_blocks(mesh)
     most = max(map(len, computed.values()))
     places = {
         block: (process, at)

@@ -12,6 +12,7 @@ full account.
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,6 @@ from jax.sharding import Mesh
 
 from rlhf_jax.devices import processes, sharding
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import decoder
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.planning import workload
 from rlhf_jax.roles.reference import storage
@@ -52,13 +52,6 @@ class Passing(NamedTuple):
     mesh: Mesh
     beside: tuple[Part, ...] = ()  # arrays that exist only during this program
     others: tuple[tuple[str, int], ...] = ()  # (name, bytes) that exist with it
-
-
-def shapes_of(model: ModelConfig) -> PyTree:
-    """Shapes of a model's parameters, float32; nothing is allocated."""
-    # `jit` caches the trace of each model.
-    init = jax.jit(decoder.init, static_argnames="model")
-    return init.eval_shape(jax.eval_shape(jax.random.key, 0), model=model)
 
 
 def gradients(name: str, trained: PyTree, *, model: ModelConfig, mesh: Mesh) -> Passing:
@@ -104,35 +97,29 @@ def check(
     """
 
     def check_own() -> None:
-        always = _account(resident)
-        _compare(always, change=change)
+        _compare(_account(resident), change=change)
         for one in passing():
             least = _account([*resident, *one.beside])
             for device in processes.local_devices(one.mesh):
                 for name, size in ((one.name, one.size), *one.others):
-                    _add(least, _place(device), name, size // one.mesh.size)
+                    least[_place(device)][name] += size // one.mesh.size
             _compare(least, change=change)
 
     # Hosts with other roles have other sums.
     processes.on_each(check_own)
 
 
-def _account(resident: Sequence[Part]) -> dict[Any, dict[str, int]]:
+def _account(resident: Sequence[Part]) -> dict[Any, Counter[str]]:
     """{device or host: {name: bytes}}."""
-    account: dict[Any, dict[str, int]] = {}
+    account: dict[Any, Counter[str]] = defaultdict(Counter)
     for name, shapes, mesh in resident:
         if mesh is None:
-            _add(account, HOST, name, storage.nbytes(shapes))
+            account[HOST][name] += storage.nbytes(shapes)
             continue
         size = bytes_per_device(shapes, mesh=mesh)
         for device in processes.local_devices(mesh):
-            _add(account, _place(device), name, size)
+            account[_place(device)][name] += size
     return account
-
-
-def _add(account: dict[Any, dict[str, int]], place: Any, name: str, size: int) -> None:
-    parts = account.setdefault(place, {})
-    parts[name] = parts.get(name, 0) + size
 
 
 def bytes_per_device(shapes: PyTree, *, mesh: Mesh) -> int:
@@ -148,7 +135,7 @@ def _place(device: Any) -> Any:
     return HOST if device.platform == "cpu" else device
 
 
-def _compare(least: dict[Any, dict[str, int]], *, change: str) -> None:
+def _compare(least: dict[Any, Counter[str]], *, change: str) -> None:
     for place, parts in least.items():
         available, needed = limit(place), sum(parts.values())
         if available is None or needed <= available:
@@ -175,7 +162,7 @@ def least_limit() -> int | None:
       Bytes, in whole MiB; None if a device does not report its memory.
     """
     limits = [limit(device) or 0 for device in jax.local_devices()]
-    return 2**20 * processes.least(min(limits) // 2**20) or None
+    return 2**20 * min(processes.gathered(min(limits) // 2**20)) or None
 
 
 def limit(place: Any) -> int | None:

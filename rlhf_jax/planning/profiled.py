@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.planning import chips, model_flops
-from rlhf_jax.planning.model_flops import Texts
+from rlhf_jax.planning import chips
+from rlhf_jax.planning.model_flops import forward, training
 from rlhf_jax.runs import metrics, report
 from rlhf_jax.runs.profile import Window, profiler
 from rlhf_jax.runs.profile.profiler import Profiled, Text
@@ -49,19 +49,20 @@ def policy_gradient_flops(
       adapters: parameters of the adapters if only these are trained, else None.
       references, rewards: the frozen models that score the rollout.
     """
+    count = _count(adapters)
     model, critic, group_size = recipe.model, recipe.critic, recipe.rows_per_prompt
     flops = {
-        "rollout": _forward(model, texts, head=True, group_size=group_size),
-        "reference": sum(_forward(model, texts, head=True) for model in references),
-        "reward": sum(_forward(model, texts, head=False) for model in rewards),
+        "rollout": forward(model, texts, head=True, group_size=group_size),
+        "reference": sum(forward(model, texts, head=True) for model in references),
+        "reward": sum(forward(model, texts, head=False) for model in rewards),
         "values": 0.0,
     }
-    update = _training(model, texts, head=True, adapters=adapters)
+    update = training(model, texts, head=True, adapters=count)
     flops["loss"] = recipe.trained_share * recipe.num_epochs * update
     if critic is not None:
-        flops["values"] = _forward(critic.model, texts, head=False)
+        flops["values"] = forward(critic.model, texts, head=False)
         if not critic.shared_trunk:
-            own = _training(critic.model, texts, head=False, adapters=adapters)
+            own = training(critic.model, texts, head=False, adapters=count)
             flops["loss"] += recipe.num_epochs * own
     return flops
 
@@ -80,9 +81,10 @@ def supervised_flops(
       head: whether tokens are predicted.
       adapters: parameters of the adapters if only these are trained, else None.
     """
-    flops = {"loss": _training(model, texts, head=head, adapters=adapters)}
+    count = _count(adapters)
+    flops = {"loss": training(model, texts, head=head, adapters=count)}
     if reference is not None:
-        flops["reference"] = _forward(reference, texts, head=True)
+        flops["reference"] = forward(reference, texts, head=True)
     return flops
 
 
@@ -237,37 +239,7 @@ def _share(value: float | None) -> str | None:
     return None if value is None else f"{value:.1%}"
 
 
-def _by_prompt(texts: Sequence[Text]) -> list[Texts]:
-    """Groups texts by the length of their prompts."""
-    by_prompt: dict[int, list[Text]] = defaultdict(list)
-    for text in texts:
-        by_prompt[text.prompt].append(text)
-    return [
-        Texts(
-            prompt,
-            tuple(text.response for text in of_prompt),
-            tuple(text.observed for text in of_prompt),
-        )
-        for prompt, of_prompt in by_prompt.items()
-    ]
-
-
-def _forward(
-    model: ModelConfig, texts: Sequence[Text], *, head: bool, group_size: int = 1
-) -> float:
-    return sum(
-        model_flops.forward(model, of_prompt, head=head, group_size=group_size)
-        for of_prompt in _by_prompt(texts)
-    )
-
-
-def _training(
-    model: ModelConfig, texts: Sequence[Text], *, head: bool, adapters: Any | None
-) -> float:
-    count = None
-    if adapters is not None:
-        count = sum(leaf.size for leaf in jax.tree.leaves(adapters))
-    return sum(
-        model_flops.training(model, of_prompt, head=head, adapters=count)
-        for of_prompt in _by_prompt(texts)
-    )
+def _count(adapters: Any | None) -> int | None:
+    if adapters is None:
+        return None
+    return sum(leaf.size for leaf in jax.tree.leaves(adapters))

@@ -47,7 +47,9 @@ PACKAGES = (
 THEN = " then "  # between the versions of a run that went on with another one
 # The modules of the user's functions in an option: "mine:score", "x=function:mine:f".
 # Not the kind of "x=model:policy", nor of "hf:gsm8k:test" or "x=model:runs/reward".
-MODULES = re.compile(r"(?<![\w./=\\-])(?=([A-Za-z_][\w.]*):[A-Za-z_]\w*(?![\w./:-]))")
+MODULES = re.compile(
+    r"(?<![\w./=\\-])(?<!hf:)(?=(?!hf:)([A-Za-z_][\w.]*):[A-Za-z_]\w*(?![\w./:-]))"
+)
 STAGE = re.compile(rb'\{"stage": "((?:[^"\\]|\\.)*)"')  # of a row of metrics.jsonl
 
 

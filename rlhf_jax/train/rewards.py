@@ -21,7 +21,7 @@ from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.checkpoints import frozen_models
 from rlhf_jax.checkpoints.frozen_models import RewardModel
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.data.json_lines import Row
+from rlhf_jax.data.json_lines import Row, place
 from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.text import Written
 from rlhf_jax.devices import processes, row_sharding, sharding
@@ -93,17 +93,14 @@ class RewardPools:
                     VerifierPool(verifier, **config.rewards.of_pool)
                 )
 
-    def check_answers(self, located: Callable[[], Any]) -> None:
-        """Refuses rows whose correct answer a verifier cannot read.
-
-        Args:
-          located: returns (place, row) of every row; called only if it is needed.
-        """
+    def check_answers(self, rows: Sequence[Row]) -> None:
+        """Refuses rows whose correct answer a verifier cannot read."""
         for verifier in self.verifiers.values():
             from rlhf_jax.roles.rewards import verifiers
 
             if isinstance(verifier, verifiers.Readable):
-                verifiers.check_answers(located(), verifier=verifier)
+                located = ((place(row, n), row) for n, row in enumerate(rows))
+                verifiers.check_answers(located, verifier=verifier)
 
     def tell(self, receipt: Receipt) -> None:
         """Records in a receipt which fields of the rows the rewards read."""

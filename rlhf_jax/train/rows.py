@@ -128,7 +128,6 @@ class Responder:
     def read(self, source: str, *, pools: RewardPools, receipt: Receipt) -> ReadRows:
         """Returns the rows of a file that leave room for a response."""
         config = self._config
-        pools.check_answers(lambda: json_lines.read_located(source))
         if self._opened is not None:
             environment = config.sampler.environment
             assert environment is not None
@@ -140,18 +139,18 @@ class Responder:
                 limits=self._limits,
                 receipt=receipt,
             )
-            pools.tell(receipt)
-            return read.fitting()
-        read = read_prompts(
-            source,
-            options=config.data,
-            teacher_field=config.teacher_field,
-            start=self._start,
-            limits=self._limits,
-            receipt=receipt,
-        )
+        else:
+            read = read_prompts(
+                source,
+                options=config.data,
+                teacher_field=config.teacher_field,
+                start=self._start,
+                limits=self._limits,
+                receipt=receipt,
+            )
+        pools.check_answers(read.rows)
         pools.tell(receipt)
-        if config.watch.judge is not None:
+        if config.watch.judge is not None and self._opened is None:
             receipt.gives(f"--judge {config.watch.judge}")
         return read.fitting()
 
@@ -237,8 +236,8 @@ def read_begun(
       source: JSONL, or hf:NAME:SPLIT; the environment reads the fields that it needs.
       limits, receipt: as in `read_prompts`.
     """
-    rows = [row for _, row in json_lines.read_located(source, receipt=receipt)]
-    places = [place(row, number) for number, row in enumerate(rows)]
+    located = json_lines.read_jsonl(source, receipt=receipt)
+    rows, places = list[Row](located), [row.where for row in located]
     for where, row in zip(places, rows, strict=True):
         receipt.row(where, row)
     begun = pool.reset(rows)

@@ -20,6 +20,7 @@ from rlhf_jax.checkpoints import hf
 from rlhf_jax.checkpoints.frozen_models import Loader
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import decoder
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.planning import memory_check
 from rlhf_jax.planning.memory_check import Part, Passing
@@ -34,9 +35,8 @@ Params = Any
 
 def params(model: ModelConfig) -> Params:
     """Returns the parameters of a decoder, all 0."""
-    return jax.tree.map(
-        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), memory_check.shapes_of(model)
-    )
+    shapes = decoder.shapes(model)
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 def start(model: ModelConfig, *, backend: str) -> Pretrained:
@@ -168,7 +168,7 @@ def check(config: PolicyGradientConfig, models: Models, *, meshes: Meshes) -> No
         from rlhf_jax.devices import replicas
 
         sampler_mesh = replicas.of_mesh(sampler_mesh).everyone
-        of_player = memory_check.shapes_of(recipe.model)
+        of_player = decoder.shapes(recipe.model)
         copies = [*handed, Part("policy that plays episodes", of_player, sampler_mesh)]
     if (placement.sampler.apart or plays_apart) and models.base is not None:
         resident.append(Part("sampler's base", models.base.stored, sampler_mesh))

@@ -176,7 +176,10 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
         summary |= held_out.summary("before", policy, programs, reference)
     limits = config.watch.alarms.allowing(staleness=config.staleness)
     check = functools.partial(
-        alarms.check, limits=limits, kl_target=config.kl.kl_control.target_per_response
+        alarms.check,
+        limits=limits,
+        kl_target=config.kl.kl_control.target_per_response,
+        from_start=config.reference.checkpoint is None,
     )
     with run.Run(
         recorded,

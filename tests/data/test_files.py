@@ -10,6 +10,7 @@ import pytest
 import toy_files
 
 from rlhf_jax.data import files, json_lines, splits
+from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.functional.checks import InputError
 
 
@@ -174,6 +175,11 @@ def test_unreadable_files(tmp_path):
         InputError, match=r"no.jsonl: expected a readable file, got No such file"
     ):
         json_lines.read_jsonl(tmp_path / "no.jsonl")
+    receipt = Receipt("--data", "no.jsonl")
+    with pytest.raises(
+        InputError, match=r"^--data: no.jsonl: expected .* directory, seen from /.+; "
+    ):
+        json_lines.read_jsonl("no.jsonl", receipt=receipt)
     with pytest.raises(InputError, match="got Is a directory; check the path"):
         files.read_prompts(tmp_path)
     latin = tmp_path / "latin.txt"

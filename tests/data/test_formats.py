@@ -1,10 +1,8 @@
-"""File formats are recognised, and refused by name without `datasets`."""
+"""File formats are recognised, and refused by name where nothing reads them."""
 
-import bz2
 import gzip
 import io
 import json
-import lzma
 import os
 import sys
 import threading
@@ -27,7 +25,6 @@ READERS = [
     files.read_preferences,
     unpaired.read_labelled,
     json_lines.read_jsonl,
-    json_lines.read_located,
 ]
 
 
@@ -39,21 +36,20 @@ def zipped():
 
 
 FORMATS = {
-    "gzip-compressed data; unpack it .`gzip -d FILE`": (".gz", gzip.compress(JSONL)),
-    "bzip2-compressed data; unpack it .`bzip2 -d": (".bz2", bz2.compress(JSONL)),
-    "xz-compressed data; unpack it .`xz -d": (".xz", lzma.compress(JSONL)),
-    "zstd-compressed data; unpack it .`zstd -d": (".zst", b"\x28\xb5\x2f\xfd" + JSONL),
-    "a Parquet table.*pandas.read_parquet": (".parquet", b"PAR1\x15\x04\xff"),
-    "an Arrow table.*pandas.read_feather": (".arrow", b"ARROW1\0\0\xff\xff\xff\xff"),
-    "a JSON array .a list.; write each of its obj": (".json", ARRAY),
-}
-BY_NAME = {
-    r"comma-separated values \(CSV\).*read_csv\(FILE, dtype": (".csv", b"prompt\nQ\n"),
-    r"tab-separated values \(TSV\).*sep='\\t'": (".tsv", b"prompt\tresponse\nQ\tA\n"),
+    "zstd-compressed data; unpack it first, or install zstandard": (
+        ".zst",
+        b"\x28\xb5\x2f\xfd" + JSONL,
+    ),
+    rf"a Parquet table.*pandas.read_parquet.*{EXTRA}": (".parquet", b"PAR1\x15\xff"),
+    rf"an Arrow table.*pandas.read_feather.*{EXTRA}": (".arrow", b"ARROW1\0\0\xff"),
 }
 BY_NOTHING = {
     "a zip archive, as Excel's .*unpack it, or save": (".xlsx", zipped()),
     "UTF-16 text; save it as UTF-8": (".jsonl", JSONL.decode().encode("utf-16")),
+    "gzip-compressed data; unpack it first": (
+        ".gz",
+        gzip.compress(gzip.compress(JSONL)),
+    ),
     "a pointer of Git LFS; fetch the file itself": (
         ".parquet",
         b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
@@ -63,7 +59,8 @@ BY_NOTHING = {
 
 @pytest.fixture
 def without(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
+    for package in ("datasets", "zstandard"):
+        monkeypatch.setitem(sys.modules, package, None)
 
 
 @pytest.mark.parametrize("read", READERS)
@@ -78,23 +75,12 @@ def test_a_format_is_named_by_its_content(
     path = tmp_path / f"rows{suffix if named == 'as it is' else '.jsonl'}"
     path.write_bytes(content)
     named = f"^{path}: expected JSON Lines, one JSON object per line, got {description}"
-    with pytest.raises(InputError, match=f"{named}.*{EXTRA}$"):
+    with pytest.raises(InputError, match=f"{named}$"):
         read(str(path))
 
 
 @pytest.mark.parametrize("read", READERS)
-@pytest.mark.parametrize(("description", "file"), BY_NAME.items(), ids=BY_NAME)
-def test_a_format_is_named_by_its_name(tmp_path, without, read, description, file):
-    suffix, content = file
-    path = tmp_path / f"rows{suffix.upper()}"
-    path.write_bytes(content)
-    named = f"^{path}: expected JSON Lines, one JSON object per line, got {description}"
-    with pytest.raises(InputError, match=f"{named}.*{EXTRA}$"):
-        read(path)
-
-
-@pytest.mark.parametrize("read", READERS)
-@pytest.mark.parametrize(("description", "file"), BY_NOTHING.items(), ids=range(3))
+@pytest.mark.parametrize(("description", "file"), BY_NOTHING.items(), ids=range(4))
 def test_what_nothing_reads_is_refused_with_datasets_too(
     tmp_path, read, description, file
 ):
@@ -113,10 +99,9 @@ def test_what_nothing_reads_is_refused_with_datasets_too(
 def test_an_array_is_told_by_its_first_object(tmp_path, without, indent, before):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(before + json.dumps(ROWS, indent=indent).encode())
-    with pytest.raises(InputError, match=r"got a JSON array \(a list\)"):
-        files.read_demonstrations(path)
+    assert files.read_demonstrations(path) == ROWS
     path.write_bytes(before + b"[]")
-    with pytest.raises(InputError, match=r"got a JSON array \(a list\)"):
+    with pytest.raises(InputError, match="expected at least one row, got none"):
         files.read_demonstrations(path)
 
 
@@ -140,14 +125,13 @@ def test_an_empty_file_is_empty_by_any_name(tmp_path, without, name):
 
 def test_texts_and_prompts_of_texts(tmp_path, without):
     path = tmp_path / "plain.txt"
-    for content in (gzip.compress(b"text"), bz2.compress(b"text")):
-        path.write_bytes(content)
-        for read in (json_lines.read_text, files.read_prompts):
-            with pytest.raises(InputError, match=rf"zip2?-compressed data.*{EXTRA}"):
-                read(path)
     for content, message in (
         (b"PAR1\x15\x04\xff", "expected text, got a Parquet table, which is binary; c"),
         ("text".encode("utf-16"), "expected text, got UTF-16 text; save it as UTF-8"),
+        (
+            gzip.compress(b"PAR1\x15"),
+            "expected text, got a Parquet table, which is bin",
+        ),
     ):
         path.write_bytes(content)
         for read in (json_lines.read_text, files.read_prompts):

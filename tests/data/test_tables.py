@@ -1,4 +1,4 @@
-"""Parquet, Arrow, CSV, JSON arrays and compressed files, read with `datasets`."""
+"""Parquet, Arrow, CSV, JSON arrays and compressed files."""
 
 import bz2
 import datetime
@@ -12,8 +12,6 @@ import toy_files
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.data import digests, files, json_lines, unpaired
 from rlhf_jax.functional.checks import InputError
-
-datasets = pytest.importorskip("datasets", reason="the extra datasets")
 
 # What a reader that guesses types takes for dates, numbers, or nothing at all.
 TEXTS = ["2024-01-01T00:00:00", "2024-01-02", "007", "NA", "null", "", "a\u2028b\x85c"]
@@ -30,6 +28,11 @@ def jsonl(rows):
 
 
 @pytest.fixture
+def datasets():
+    return pytest.importorskip("datasets", reason="the extra datasets")
+
+
+@pytest.fixture
 def write(tmp_path):
     def write(name, content):
         path = tmp_path / name
@@ -41,7 +44,7 @@ def write(tmp_path):
 
 
 def places(path):
-    return [where for where, _ in json_lines.read_located(path)]
+    return [row.where for row in json_lines.read_jsonl(path)]
 
 
 COMPRESSIONS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
@@ -99,7 +102,7 @@ def test_labels_of_a_csv_file(write):
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "really_parquet.jsonl", "a[1]*?.p"])
-def test_parquet(tmp_path, name):
+def test_parquet(tmp_path, datasets, name):
     messages = [{"role": "user", "content": "hi"}]
     named = [{"role": "user", "content": "hi", "name": "Z"}]
     rows = [{"prompt": messages, "n": 1}, {"prompt": named, "n": None}]
@@ -114,7 +117,7 @@ def test_parquet(tmp_path, name):
         files.read_demonstrations(path)
 
 
-def test_what_json_does_not_hold_has_a_digest(tmp_path):
+def test_what_json_does_not_hold_has_a_digest(tmp_path, datasets):
     rows = [{"prompt": "Q", "at": datetime.datetime(2026, 1, 2), "raw": b"\0"}]
     path = tmp_path / "rows.parquet"
     datasets.Dataset.from_list(rows).to_parquet(path)
@@ -124,21 +127,21 @@ def test_what_json_does_not_hold_has_a_digest(tmp_path):
     assert digests.of_values([first, [1]]) != digests.of_values([second, [1]])
 
 
-def test_arrow_as_datasets_saves_it(tmp_path):
+def test_arrow_as_datasets_saves_it(tmp_path, datasets):
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
     (path,) = (tmp_path / "saved").glob("*.arrow")
     assert json_lines.read_jsonl(path) == ROWS
     assert files.read_demonstrations(path) == ROWS
 
 
-def test_a_file_that_changes_is_read_anew(tmp_path):
+def test_a_file_that_changes_is_read_anew(tmp_path, datasets):
     path = tmp_path / "rows.parquet"
     for text in ("one", "two"):
         datasets.Dataset.from_list([{"prompt": text}]).to_parquet(path)
         assert files.read_prompts(path) == [{"prompt": text}]
 
 
-def test_pairs_of_every_format(tmp_path, write):
+def test_pairs_of_every_format(tmp_path, datasets, write):
     pairs = [{"prompt": "Q", "chosen": "a", "rejected": "b"}]
     table = tmp_path / "pairs.parquet"
     datasets.Dataset.from_list(pairs).to_parquet(table)
@@ -174,12 +177,16 @@ def test_compressed_texts(tmp_path, write):
 
 
 DAMAGED = {
-    "rows.parquet": (b"PAR1" + bytes(range(128, 250)) + b"PAR1", "a Parquet table"),
-    "named.parquet": (b"no table", "a Parquet table.* is the file whole"),
-    "rows.arrow": (b"ARROW1\0\0\xff", "an Arrow table"),
-    "rows.jsonl.gz": (gzip.compress(jsonl(ROWS).encode() * 99)[:-20], "gzip-compr"),
-    "latin.jsonl.gz": (gzip.compress(b"caf\xe9"), "gzip-compressed.*utf-8"),
-    "rows.jsonl.zst": (b"\x28\xb5\x2f\xfd" + b"\0" * 30, "zstd-compressed data"),
+    "rows.jsonl.gz": (
+        gzip.compress(jsonl(ROWS).encode() * 99)[:-20],
+        "rows.jsonl.gz: expected gzip-compressed data, got what .* the file whole",
+    ),
+    "rows.jsonl.bz2": (bz2.compress(b"{}" * 99)[:-9], "bzip2-compressed data, got wha"),
+    "rows.jsonl.xz": (lzma.compress(b"{}" * 99)[:-9], "xz-compressed data, got what"),
+    "latin.jsonl.gz": (
+        gzip.compress(b"caf\xe9"),
+        "latin.*UTF-8 text, got byte 0xe9",
+    ),
     "line.jsonl.gz": (
         gzip.compress(b'{"prompt": "a"}\n{"prompt"'),
         r"line.jsonl.gz:2: expected one JSON object per line, got '{\"prompt\"' \(",
@@ -216,6 +223,29 @@ DAMAGED = {
         r"other.csv:2: expected a field 'prompt', got 'Q', 'A",
     ),
 }
+
+
+TABLES = {
+    "rows.parquet": (b"PAR1" + bytes(range(128, 250)) + b"PAR1", "a Parquet table"),
+    "named.parquet": (b"no table", "a Parquet table.* is the file whole"),
+    "rows.arrow": (b"ARROW1\0\0\xff", "an Arrow table"),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_damaged_table_is_an_input_error(write, datasets, name):
+    content, message = TABLES[name]
+    with pytest.raises(InputError, match=message):
+        files.read_prompts(write(name, content))
+
+
+def test_zstd(write):
+    zstandard = pytest.importorskip("zstandard")
+    frames = [zstandard.compress(jsonl([row]).encode()) for row in ROWS]
+    assert json_lines.read_jsonl(write("rows.jsonl.zst", b"".join(frames))) == ROWS
+    for damaged in (b"\x28\xb5\x2f\xfd" + b"\0" * 30, b"".join(frames)[:-1]):
+        with pytest.raises(InputError, match="zstd-compressed data, got what does not"):
+            json_lines.read_jsonl(write("damaged.zst", damaged))
 
 
 @pytest.mark.parametrize("name", DAMAGED)

@@ -13,6 +13,7 @@ from rlhf_jax.devices.placement import AUTO, WITH_POLICY, Place
 from rlhf_jax.models import config as model_config
 from rlhf_jax.models.families import registry
 from rlhf_jax.planning import chips, decoding, model_flops
+from rlhf_jax.runs.profile.profiler import Text
 from rlhf_jax.train import shapes
 from rlhf_jax.train.build import Meshes
 from rlhf_jax.train.plan import job
@@ -167,7 +168,7 @@ def test_experts_are_read_beside_the_mlp():
     for rows, met in {1: 8, 4096: 128}.items():
         numbers = decoding.matrix_numbers(model, rows=rows)
         assert numbers == met * expert + mlp + attention + head
-    texts = model_flops.Texts(prompt=0, responses=(1,))
+    texts = [Text(prompt=0, response=1)]
     pairs = 4.0 * 16 * (25 * 256 + 5 * 512)
     flops = model_flops.forward(model, texts, head=True)
     assert flops == 2 * (8 * expert + mlp + attention + head) + pairs

@@ -9,7 +9,7 @@ from planned import parsed, target_of, work_of
 from tiers import one_in
 
 from rlhf_jax.planning import chips, measured, model_flops, tables
-from rlhf_jax.planning.model_flops import Texts
+from rlhf_jax.runs.profile.profiler import Text
 from rlhf_jax.train.plan import advice, job, plan
 
 JOBS = {
@@ -80,7 +80,7 @@ def test_the_model_flops_of_every_job():
     """f is a forward pass, h one with a head; a gradient costs two more."""
     config, options = parsed("ppo")
     model = job.Job(options, target_of(config, options)).start_of(config).model
-    texts = Texts(6, (4,) * 16)
+    texts = [Text(6, 4)] * 16
     f = model_flops.forward(model, texts, head=False)
     h = model_flops.forward(model, texts, head=True)
     grouped = model_flops.forward(model, texts, head=True, group_size=4)

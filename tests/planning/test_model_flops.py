@@ -7,10 +7,10 @@ import tiny
 
 from rlhf_jax.models.families import registry
 from rlhf_jax.planning import chips, measured, model_flops
-from rlhf_jax.planning.model_flops import Texts
+from rlhf_jax.runs.profile.profiler import Text
 from rlhf_jax.train.plan import plan
 
-TEXTS = Texts(3, (4, 1, 9, 4))
+TEXTS = [Text(3, response) for response in (4, 1, 9, 4)]
 LOCAL = dataclasses.replace(
     tiny.LLAMA, sliding_window=5, local_layers=(True, False), num_layers=2
 )
@@ -21,8 +21,8 @@ def by_token(model, texts, *, head, first=0):
     total = 0
     heads = model.num_heads * model.head_dim
     size = model.hidden_size
-    for response in texts.responses:
-        for column in range(first, texts.prompt + response):
+    for prompt, response, _ in texts:
+        for column in range(first, prompt + response):
             for layer in range(model.num_layers):
                 total += 2 * size * heads * 2  # query and output
                 total += 2 * size * model.num_kv_heads * model.head_dim * 2
@@ -32,7 +32,7 @@ def by_token(model, texts, *, head, first=0):
                 if model.is_local(layer):
                     num_visible = min(num_visible, model.sliding_window)
                 total += 2 * 2 * num_visible * heads
-            if head and column >= texts.prompt:
+            if head and column >= prompt:
                 total += 2 * size * model.vocab_size
     return total
 
@@ -46,24 +46,23 @@ def test_a_forward_pass_token_by_token(model, head):
 
 def test_a_prompt_that_texts_share_is_run_once():
     flops = model_flops.forward(LOCAL, TEXTS, head=True, group_size=2)
-    prompt = by_token(LOCAL, Texts(3, (0, 0)), head=False)
+    prompt = by_token(LOCAL, [Text(3, 0)] * 2, head=False)
     rest = by_token(LOCAL, TEXTS, head=True, first=3)
     assert flops == prompt + rest
 
 
 def test_observed_tokens_are_run_for_each_text_and_not_predicted():
     observed = (2, 0, 3, 1)
-    flops = model_flops.forward(
-        tiny.GPT2, TEXTS._replace(observed=observed), head=True, group_size=2
-    )
+    texts = [
+        text._replace(observed=more) for text, more in zip(TEXTS, observed, strict=True)
+    ]
+    flops = model_flops.forward(tiny.GPT2, texts, head=True, group_size=2)
     # As one response, less the predictions of what was observed.
-    whole = tuple(map(sum, zip(TEXTS.responses, observed, strict=True)))
-    as_one = Texts(3, whole)
+    as_one = [Text(3, text.response + text.observed) for text in texts]
     predictions = 2 * 6 * tiny.GPT2.hidden_size * tiny.GPT2.vocab_size
-    prompt = by_token(tiny.GPT2, Texts(3, (0, 0)), head=False)
+    prompt = by_token(tiny.GPT2, [Text(3, 0)] * 2, head=False)
     rest = by_token(tiny.GPT2, as_one, head=True, first=3)
     assert flops == prompt + rest - predictions
-    assert TEXTS._replace(observed=observed).tokens == 4 * 3 + 18 + 6
 
 
 def test_a_gradient_is_two_passes_more_and_that_of_adapters_one():
@@ -72,7 +71,6 @@ def test_a_gradient_is_two_passes_more_and_that_of_adapters_one():
         tiny.GPT2, TEXTS, head=True, adapters=None
     ) == pytest.approx(3 * forward)
     tokens = 4 * 3 + 18
-    assert TEXTS.tokens == tokens
     assert model_flops.training(
         tiny.GPT2, TEXTS, head=True, adapters=10
     ) == pytest.approx(2 * forward + 3 * 2 * 10 * tokens)
@@ -81,7 +79,7 @@ def test_a_gradient_is_two_passes_more_and_that_of_adapters_one():
 def test_six_parameters_a_token():
     """A training step of a 7B model on short texts costs about 6 N per token."""
     model = registry.KNOWN["llama-2-7b"]
-    flops = model_flops.training(model, Texts(0, (64,)), head=True, adapters=None)
+    flops = model_flops.training(model, [Text(0, 64)], head=True, adapters=None)
     assert flops == pytest.approx(6 * 6.738e9 * 64, rel=0.03)
 
 
@@ -116,3 +114,13 @@ def test_the_speed_of_a_step():
         [program("update", 0.0, 1.0)], chip=chip, num_chips=1, tokens=1
     )
     assert refused["mfu"] is refused["tokens_per_second_per_chip"] is None
+
+
+def test_prompts_of_several_lengths():
+    texts = [Text(3, 4), Text(5, 4), Text(3, 4), Text(5, 4)]
+    apart = [
+        model_flops.forward(LOCAL, of_prompt, head=True, group_size=2)
+        for of_prompt in (texts[::2], texts[1::2])
+    ]
+    together = model_flops.forward(LOCAL, texts, head=True, group_size=2)
+    assert together == sum(apart)

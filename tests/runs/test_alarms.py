@@ -39,6 +39,15 @@ def test_weight_drift():
     }
 
 
+def test_weight_drift_from_another_model():
+    """A teacher of the student's shape is far from it at step 0."""
+    assert raised(history(drift__relative=[9.0, 9.5]), from_start=False) == {}
+    assert raised(history(drift__relative=[None, 9.0, 9.75]), from_start=False) == {
+        "weight_drift": "relative weight drift 9.75 is over 0.5 above the 9 at first; "
+        "raise kl_coef or lower the policy's learning rate"
+    }
+
+
 def test_kl_above_its_target_or_a_limit():
     rows = history(objective__kl=[0.0, 8.0, 9.0, 10.0, 13.0])  # the last four: 10
     assert raised(rows) == {}  # there is neither a target nor a limit

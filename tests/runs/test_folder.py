@@ -335,14 +335,14 @@ def test_resume_with_another_reward_warns(tmp_path, capsys, monkeypatch):
 
 
 def test_a_kind_of_reward_is_no_module(tmp_path, monkeypatch):
-    """A user's model.py has no part in x=model:PATH, nor hf.py in hf:NAME:SPLIT."""
+    """A user's model.py has no part in x=model:PATH, nor a NAME.py in hf:NAME:SPLIT."""
     monkeypatch.chdir(tmp_path)
     for name in ("model", "verifier", "function", "hf", "gsm8k", "nmine", "mine"):
         Path(f"{name}.py").touch()
     sources = ("a=model:runs/reward", "b=model:policy", "c=verifier:exact")
-    files = ("hf:openai/gsm8k:test", "hf:gsm8k:test", "Task:\nmine:x")
+    files = ("hf:openai/gsm8k:test", "hf:gsm8k:test", "hf:gsm8k", "Task:\nmine:x")
     config = RewardConfig(out=tmp_path / "run", rewards=(*sources, *files))
-    assert folder.code_of(config).keys() <= {"gsm8k.py"}
+    assert folder.code_of(config) == {}
     named = ("a=function:mine:f,weight=2", "b=verifier:model:f", "verifier:f")
     config = dataclasses.replace(config, rewards=named)
     assert [*folder.code_of(config)] == ["mine.py", "model.py", "verifier.py"]

@@ -97,8 +97,8 @@ PACKED = [
 OWN = {
     "sft": [
         *LEARNING,
-        ("--schedule=cosine,warmup=1", "warmup of --schedule: .* below 1, got 1.0"),
-        ("--schedule=linear,warmup=nan", "warmup of --schedule: .* below 1, got nan"),
+        ("--schedule=cosine,warmup=1", "--schedule: warmup: .* below 1, got 1.0"),
+        ("--schedule=linear,warmup=nan", "--schedule: warmup: .* below 1, got nan"),
         ("--schedule=sine", "--schedule.* constant, linear, cosine, wsd, got 'sine'"),
         ("--schedule=linear,end=-1", "--schedule: end: .* from 0 to 1, got -1"),
         ("--schedule=cosine,end=nan", "--schedule: end: .* from 0 to 1, got nan"),
@@ -359,6 +359,11 @@ OWN = {
         ("--whiten-rewards=minibatch", "--whiten-rewards: expected 'rollout' or None"),
         ("--optimizer=torch", "--optimizer.* adafactor, muon.*, got 'torch'"),
         (
+            "--critic.optimizer=builtins:id",
+            "--critic.optimizer: builtins:id: expected a function of a learning rate",
+        ),
+        ("--critic.schedule=linear,warmup=1", "--critic.schedule: warmup: .* below 1"),
+        (
             "--critic.start=scratch",
             "a folder with a checkpoint or a hub id, got .scratch",
         ),
@@ -446,7 +451,7 @@ OWN = {
             "--desirable-weight=2",
             "--desirable-weight: expected none with kind",
         ),
-        ("--schedule=wsd,warmup=-1", "warmup of --schedule: .* of at least 0 .*got -1"),
+        ("--schedule=wsd,warmup=-1", "--schedule: warmup: .* of at least 0 .*got -1"),
         ("--kind=ipo --reference=none", "sigmoid, robust or hinge without a refer"),
         ("--max-grad-norm=0", f"--max-grad-norm: {ABOVE_0} 0"),
         ("--max-length=0", "--max-length: expected a whole number, 1 or more, got 0"),

@@ -38,7 +38,11 @@ OF_ONE = ARGUMENTS.format("prompt, response, row")
 PAIRS = ARGUMENTS.format("prompts, responses, others, rows")
 # (commands, options that are wrong, message); DATA is the option of the data.
 MISTAKES = {
-    "no data": (EVERY, "DATA none.jsonl", "none.jsonl: expected a readable file"),
+    "no data": (
+        EVERY,
+        "DATA none.jsonl",
+        "--(prompts|data): .*none.jsonl: expected a readable",
+    ),
     "a row cut": (EVERY, "DATA cut.jsonl", "cut.jsonl:2: expected one JSON object"),
     "no field": (EVERY, "DATA other.jsonl", "other.jsonl:1: expected"),
     "no chat template": (EVERY, "DATA chat.jsonl", "chat template"),
@@ -55,20 +59,28 @@ MISTAKES = {
         "--divergence reverse --top-k 25",
         "--top-k: expected a number of at most 24, got 25",
     ),
-    "no held-out": (RL, "--held-out none.jsonl", "none.jsonl: expected a readable"),
+    "no held-out": (
+        RL,
+        "--held-out none.jsonl",
+        "--held-out: .*none.jsonl: expected a",
+    ),
     "held-out cut": (RL, "--held-out cut.jsonl", "cut.jsonl:2: expected one JSON"),
     "held-out share": (SUPERVISED, "--held-out 0.99", "rows to train on|share"),
     "no PTX": (
         RL,
         "--ptx none.txt --ptx-coef 0.1",
-        "none.txt: expected a readable file",
+        "--ptx: .*none.txt: expected a readable file, got No such file or directory",
     ),
     "PTX cut": (
         RL,
         "--ptx cut.jsonl --ptx-coef 0.1",
         "cut.jsonl:2: expected one JSON object",
     ),
-    "no texts": ((*RL, "sft", "dpo"), "--texts a=none.txt", "none.txt: expected a"),
+    "no texts": (
+        (*RL, "sft", "dpo"),
+        "--texts a=none.txt",
+        "--texts a: .*none.txt: exp",
+    ),
     "texts cut": (("evaluate",), "--texts cut.jsonl", "cut.jsonl:2: expected one"),
     "no answers": (OWN, "VERIFIER gsm8k", "expected #### and a number|'answer'"),
     "no module": (OWN, "REWARD no_such:f", "expected a module no_such"),

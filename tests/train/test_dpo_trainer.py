@@ -286,7 +286,7 @@ def test_real_pairs(real, shared_data, tmp_path):
             ),
             (
                 ("--schedule=cosine,warmup=1",),
-                "warmup of --schedule: expected a number of at least 0 and below 1",
+                "--schedule: warmup: expected a number of at least 0 and below 1",
             ),
             (("--num-steps=0",), "--num-steps: expected a finite number above 0"),
             (

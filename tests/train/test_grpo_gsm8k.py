@@ -286,11 +286,13 @@ def test_options_that_nash_md_refuses(files, tmp_path, capsys, argv, message):
         ("--kl-coef=0", "--kl-coef: expected a finite number above 0"),
         (
             "--kl-control=linear,end=0",
-            "end of --kl-control linear: expected a finite number above 0",
+            "--kl-control linear: end: expected a finite number above 0, got 0.0; "
+            "choose end > 0",
         ),
         (
             "--kl-control=lagrangian,target=6,unit=response",
-            "min_kl_coef of --kl-control lagrangian: expected a finite number above 0",
+            "--kl-control lagrangian: min_kl_coef: expected a finite number above 0, "
+            "got 0.0; choose min_kl_coef > 0",
         ),
         (
             "--packing=auto",

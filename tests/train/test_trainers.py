@@ -761,7 +761,7 @@ def test_pairs_that_the_reward_model_refuses(
         ),
         (
             ("--model=MODEL", "--schedule=cosine,warmup=1"),
-            "warmup of --schedule: expected a number of at least 0 and below 1",
+            "--schedule: warmup: expected a number of at least 0 and below 1",
         ),
         (("--model=MODEL", "--micro-batch-size=3"), "micro-batch-size to divide the 4"),
         (

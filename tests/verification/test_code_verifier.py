@@ -220,8 +220,9 @@ def test_tests_that_cannot_be_run_are_named_with_file_and_line(tmp_path, row, me
     file.write_text(
         "".join(json.dumps(row_written) + "\n" for row_written in ({"tests": "1"}, row))
     )
+    located = [(row.where, row) for row in json_lines.read_jsonl(file)]
     with pytest.raises(InputError, match=f"rows.jsonl:2: {message}"):
-        verifiers.check_answers(json_lines.read_located(file), verifier=PythonTests())
+        verifiers.check_answers(located, verifier=PythonTests())
 
 
 @pytest.mark.parametrize("option", ["seconds", "memory", "file_size", "disk"])

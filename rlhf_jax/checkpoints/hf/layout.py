@@ -110,25 +110,6 @@ def _nearest(name: str | None) -> str:
     return f" (the nearest is {close[0]})" if close else ""
 
 
-def expect_architecture(
-    config: Mapping[str, Any], architecture: str, *, elsewhere: dict[str, str]
-) -> None:
-    """Checks which head the checkpoint has.
-
-    Args:
-      elsewhere: {another architecture: what to do with its checkpoints}.
-
-    Raises:
-      InputError: the checkpoint has another architecture.
-    """
-    got = next(iter(config.get("architectures") or [architecture]))
-    if got != architecture:
-        remedy = elsewhere.get(got, "it is not supported")
-        raise InputError(
-            f"{CONFIG}: expected the architecture {architecture}, got {got}; {remedy}"
-        )
-
-
 def shapes_of(model: ModelConfig) -> Leaves:
     """Returns the shape and dtype of every leaf of a decoder, by path."""
     return flatten(decoder.shapes(model))

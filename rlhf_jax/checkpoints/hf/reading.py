@@ -66,14 +66,7 @@ def load(
       TypeError: dtype is not a float.
     """
     with _reading(path_or_repo_id) as folder:
-        exported.require(folder)
-        config = _config(folder)
-        family = layout.family_of(config)
-        elsewhere = {
-            family.classifier: "a reward model is for --reward-model, or read it with "
-            "hf.load_reward"
-        }
-        layout.expect_architecture(config, family.causal, elsewhere=elsewhere)
+        config, family = _expected(folder, scores=False)
         tensors = _tensors(folder, of=path_or_repo_id)
         tied = family.config_from_hf(config)
         model = _tied_as_stored(tied, family=family, tensors=tensors)
@@ -87,8 +80,7 @@ def load(
                 f"differs from the embedding; it is used as a head of its own, as "
                 f"transformers 5 does, and saved with tie_word_embeddings = false"
             )
-        shapes = layout.shapes_of(model)
-        table = family.key_table(model)
+        shapes, table = layout.shapes_of(model), family.key_table(model)
         leaves = _read(tensors, table, model=model, shapes=shapes, dtype=dtype)
         params = _place(leaves, shapes=shapes, sharding=sharding)
         tensors.check_finite()
@@ -111,14 +103,7 @@ def load_reward(
       TypeError: dtype is not a float.
     """
     with _reading(path_or_repo_id) as folder:
-        exported.require(folder)
-        config = _config(folder)
-        family = layout.family_of(config)
-        elsewhere = {
-            family.causal: "train one with `rlhf-jax reward-model`, or read it with "
-            "hf.load"
-        }
-        layout.expect_architecture(config, family.classifier, elsewhere=elsewhere)
+        config, family = _expected(folder, scores=True)
         labels = config.get("num_labels", len(config.get("id2label", "ab")))
         if labels != 1:
             raise InputError(
@@ -212,6 +197,27 @@ def _reading(
 
 def _config(folder: Path) -> dict[str, Any]:
     return multimodal.text_of(shards.read_json(folder / layout.CONFIG))
+
+
+def _expected(folder: Path, *, scores: bool) -> tuple[dict[str, Any], keys.Family]:
+    """Returns the config and family of a reward model (`scores`) or language model."""
+    exported.require(folder)
+    config = _config(folder)
+    family = layout.family_of(config)
+    expected = family.classifier if scores else family.causal
+    elsewhere = {
+        family.causal: "train one with `rlhf-jax reward-model`, or read it with "
+        "hf.load",
+        family.classifier: "a reward model is for --reward-model, or read it with "
+        "hf.load_reward",
+    }
+    got = next(iter(config.get("architectures") or [expected]))
+    if got != expected:
+        raise InputError(
+            f"{layout.CONFIG}: expected the architecture {expected}, got {got}; "
+            f"{elsewhere.get(got, 'it is not supported')}"
+        )
+    return config, family
 
 
 def _tensors(folder: Path, *, of: PathLike) -> shards.Tensors:

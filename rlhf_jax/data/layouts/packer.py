@@ -83,22 +83,14 @@ class Packer:
           InputError: a text is longer than a packed row.
         """
         lengths = in_groups(lengths, form=self.form)
-        whole = self._parts("batch", lengths)
-        steps = [self._parts("minibatch", lengths[rows]) for rows in order]
-        if whole is None or None in steps:
-            self.used["padded", 0] += 1
-            return None
-        reserve = self._needs_reserve("batch", whole) or any(
-            self._needs_reserve("minibatch", step) for step in steps if step is not None
-        )
-        named = {"columns": columns, "reserve": reserve}
-        batch, _ = self._made("batch", lengths, whole, **named)
-        made = [
-            self._made("minibatch", lengths[rows], step, **named)
-            for rows, step in zip(order, steps, strict=True)
-            if step is not None
+        steps: list[tuple[Kind, HostArray]] = [
+            ("minibatch", lengths[rows]) for rows in order
         ]
-        packings, members = zip(*made, strict=True)
+        made = self._made([("batch", lengths), *steps], columns=columns)
+        if made is None:
+            return None
+        (batch, _), *of_steps = made
+        packings, members = zip(*of_steps, strict=True)
         in_parts: HostArray = np.stack(members)
         return RolloutPacking(
             batch=jax.tree.map(lambda leaf: leaf[0], batch),
@@ -120,56 +112,53 @@ class Packer:
           InputError: a text is longer than a packed row.
         """
         lengths = in_groups(lengths, form=self.form)
-        parts = self._parts("batch", lengths)
-        if parts is None:
-            self.used["padded", 0] += 1
-            return None
-        reserve = self._needs_reserve("batch", parts)
-        batch, _ = self._made("batch", lengths, parts, columns=columns, reserve=reserve)
-        return jax.tree.map(lambda leaf: leaf[0], batch)
-
-    def _parts(self, kind: Kind, lengths: HostArray) -> list[Part] | None:
-        sizes = self.batch if kind == "batch" else self.minibatch
-        return None if sizes is None else _parts(lengths, sizes=sizes, form=self.form)
-
-    def _needs_reserve(self, kind: Kind, parts: list[Part]) -> bool:
-        sizes = self.batch if kind == "batch" else self.minibatch
-        return sizes is not None and any(part.size >= sizes.expected for part in parts)
+        made = self._made([("batch", lengths)], columns=columns)
+        return None if made is None else jax.tree.map(lambda leaf: leaf[0], made[0][0])
 
     def _made(
-        self,
-        kind: Kind,
-        lengths: HostArray,
-        parts: list[Part],
-        *,
-        columns: int,
-        reserve: bool,
-    ) -> tuple[SizedPacking, HostArray]:
-        """Makes the packings of all C parts, leaves [C, ...], and members bool[C, b].
+        self, batches: list[tuple[Kind, HostArray]], *, columns: int
+    ) -> list[tuple[SizedPacking, HostArray]] | None:
+        """Packs batches and minibatches of some lengths; None if one stays padded.
 
-        Args:
-          reserve: whether the reserve sizes have branches too. This depends on the
-            batch alone, so a resumed run uses the same programs as the original run.
+        The reserve sizes have branches too if one of them needs it. This depends on the
+        batch alone, so a resumed run uses the same programs as the original run.
+
+        Returns:
+          For each the packings of all C parts, leaves [C, ...], and members bool[C, b].
         """
-        sizes = self.batch if kind == "batch" else self.minibatch
-        assert sizes is not None
-        branches = sizes.sizes if reserve else sizes.sizes[: sizes.expected]
-        self.used.update((kind, part.size) for part in parts)
-        form, widest = self.form, branches[-1]
-        made = [
-            packing_of(part, lengths, form=form, columns=columns, widest=widest)
-            for part in _filled_up(parts, sizes.parts)
-        ]
-        packings, size, members = zip(*made, strict=True)
-        number_of_size: HostArray = np.array(size, np.int32)
-        of_parts: HostArray = np.stack(members)
-        of_parts[0] |= ~of_parts.any(axis=0)  # rows without a read state
-        stacked = SizedPacking(
-            packing=jax.tree.map(lambda *leaves: np.stack(leaves), *packings),
-            size=number_of_size,
-            sizes=branches,
+        form, of_kind = self.form, {"batch": self.batch, "minibatch": self.minibatch}
+        todo: list[tuple[Kind, HostArray, Sizes, list[Part]]] = []
+        for kind, lengths in batches:
+            sizes = of_kind[kind]
+            parts = None if sizes is None else _parts(lengths, sizes=sizes, form=form)
+            if sizes is None or parts is None:
+                self.used["padded", 0] += 1
+                return None
+            todo.append((kind, lengths, sizes, parts))
+        reserve = any(
+            part.size >= sizes.expected for *_, sizes, parts in todo for part in parts
         )
-        return stacked, of_parts
+        result = []
+        for kind, lengths, sizes, parts in todo:
+            self.used.update((kind, part.size) for part in parts)
+            branches = sizes.sizes if reserve else sizes.sizes[: sizes.expected]
+            made = [
+                packing_of(
+                    part, lengths, form=form, columns=columns, widest=branches[-1]
+                )
+                for part in _filled_up(parts, sizes.parts)
+            ]
+            packings, size, members = zip(*made, strict=True)
+            number_of_size: HostArray = np.array(size, np.int32)
+            of_parts: HostArray = np.stack(members)
+            of_parts[0] |= ~of_parts.any(axis=0)  # rows without a read state
+            stacked = SizedPacking(
+                packing=jax.tree.map(lambda *leaves: np.stack(leaves), *packings),
+                size=number_of_size,
+                sizes=branches,
+            )
+            result.append((stacked, of_parts))
+        return result
 
     def describe(self) -> str:
         """Describes the sizes in one line for the terminal."""

@@ -40,7 +40,6 @@ def render(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
     *,
-    where: str,
     continued: bool = False,
 ) -> str:
     """Renders a conversation; asks for a response unless the last message is one.
@@ -53,9 +52,7 @@ def render(
     """
     asks = messages[-1]["role"] != ASSISTANT and not continued
     variables = {CONTINUED: True} if continued else {}
-    [text] = render_all(
-        tokenizer, [messages], asks=[asks], where=where, variables=variables
-    )
+    [text] = render_all(tokenizer, [messages], asks=[asks], variables=variables)
     return text
 
 
@@ -64,7 +61,6 @@ def render_all(
     conversations: Sequence[Sequence[Message]],
     *,
     asks: Sequence[bool],
-    where: str,
     variables: Mapping[str, Any],
 ) -> list[str]:
     """Renders conversations of one row.
@@ -78,7 +74,7 @@ def render_all(
     """
     if tokenizer.chat_template is None:
         raise InputError(
-            f"{where}: expected a tokenizer with a chat template, as the row holds"
+            "expected a tokenizer with a chat template, as the row holds"
             " messages, got one without; save the template as chat_template.jinja"
             " beside tokenizer.json, name a tokenizer that has one with --tokenizer, or"
             " give texts instead of messages"
@@ -89,16 +85,15 @@ def render_all(
         template = None
     if not isinstance(template, str):
         raise InputError(
-            f"{where}: expected chat_template in tokenizer_config.json to be a text, or"
+            f"expected chat_template in tokenizer_config.json to be a text, or"
             f" texts by name with a default, got {tokenizer.chat_template!r:.40};"
             " correct it, or name another tokenizer with --tokenizer"
         )
     for name in {*variables} - {CONTINUED}:
         if name not in _names(template):
             raise InputError(
-                f"{where}: expected a chat template that reads {name!r}, which the row"
-                " gives it, got one that does not; use another template, or leave the"
-                " field out"
+                f"expected a chat template that reads {name!r}, which the row gives it,"
+                " got one that does not; use another template, or leave the field out"
             )
     try:
         return templates.write(
@@ -121,7 +116,7 @@ def render_all(
     except templates.TemplateError as error:
         roles = ", ".join(message["role"] for message in conversations[0])
         raise InputError(
-            f"{where}: expected messages that the tokenizer's chat template takes, got"
+            f"expected messages that the tokenizer's chat template takes, got"
             f" the roles {roles:.200}, of which it says: {error}; change the messages,"
             " or the template"
         ) from error
@@ -146,7 +141,7 @@ def _names(template: str) -> frozenset[str]:
     )
 
 
-def check_written(whole: str, *, beginning: str, content: str, where: str) -> None:
+def check_written(whole: str, *, beginning: str, content: str) -> None:
     """Raises InputError unless the template writes a turn as it asks for one.
 
     Args:
@@ -157,11 +152,10 @@ def check_written(whole: str, *, beginning: str, content: str, where: str) -> No
     if not whole.startswith(beginning):
         at = len(os.path.commonprefix([whole, beginning]))  # noqa: RUF071
         raise InputError(
-            f"{where}: expected the conversation with its response to begin as its"
-            f" prompt does, got {whole[at:]!r:.60} where the chat template asks for a"
-            f" response with {beginning[at:]!r:.60}; use a template that writes a"
-            " conversation with its response as it writes the prompt, and a turn as it"
-            " asks for one"
+            "expected the conversation with its response to begin as its prompt does, "
+            f"got {whole[at:]!r:.60} where the chat template asks for a response with "
+            f"{beginning[at:]!r:.60}; use a template that writes a conversation with "
+            "its response as it writes the prompt, and a turn as it asks for one"
         )
     turn = content.strip()
     first, line_end, others = turn.partition("\n")
@@ -169,7 +163,7 @@ def check_written(whole: str, *, beginning: str, content: str, where: str) -> No
         turn = others.strip()  # a template may ask for a turn with "<think>" (Qwen 3.5)
     if turn not in whole[len(beginning) :]:
         raise InputError(
-            f"{where}: expected a chat template that writes the whole response, got one"
+            f"expected a chat template that writes the whole response, got one"
             f" that leaves out a part of {content!r:.60}; use a template that keeps it,"
             " or leave that part out of the response"
         )
@@ -181,7 +175,6 @@ def turn_size(
     *,
     stop_ids: Sequence[int],
     last: bool,
-    where: str,
 ) -> int:
     """Counts the tokens of a turn of the assistant, up to its first stop token.
 
@@ -196,7 +189,7 @@ def turn_size(
     end = next((i for i, token in enumerate(tokens, 1) if token in stop_ids), None)
     if end is None:
         raise InputError(
-            f"{where}: expected the chat template to end a response with one of the"
+            f"expected the chat template to end a response with one of the"
             f" model's stop ids, {shown(tokenizer, stop_ids)}, got"
             f" {tokenization.decode(tokenizer, tokens[-4:])!r} at the end of it, after"
             " which no sampled response would stop; set that token as eos_token in"
@@ -207,7 +200,7 @@ def turn_size(
     rest = tokenization.decode(tokenizer, later)
     if last and rest.strip():
         raise InputError(
-            f"{where}: expected a stop id at the end of a response alone, got"
+            f"expected a stop id at the end of a response alone, got"
             f" {shown(tokenizer, tokens[end - 1 : end])} before {rest!r:.60}; remove"
             " it from the response, or use a template that writes it at the end alone"
         )

@@ -34,7 +34,7 @@ from rlhf_jax.data.text import messages
 from rlhf_jax.data.text.control import Control, RowPieces
 from rlhf_jax.data.text.joining import Joining
 from rlhf_jax.data.text.messages import OPENING, PLACE, Message, Question, Written
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import InputError, located
 from rlhf_jax.runs import progress
 
 if TYPE_CHECKING:
@@ -102,13 +102,14 @@ class TextContract:
         for question in progress.track(
             questions, "prompts to text", total=len(questions)
         ):
-            if not question.is_chat:
-                head, body = self._plain_prompt(question)
-                heads.append(head)
-                pieces.append(body)
-            else:
-                heads.append([])
-                pieces.append(self._conversations.prompt(question))
+            with located(question.where):
+                head, body = (
+                    ([], self._conversations.prompt(question))
+                    if question.is_chat
+                    else self._plain_prompt(question)
+                )
+            heads.append(head)
+            pieces.append(body)
         encoded = self._joining.encode(pieces)
         return [[*head, *ids] for head, ids in zip(heads, encoded, strict=True)]
 
@@ -134,7 +135,7 @@ class TextContract:
         plain = [i for i, question in enumerate(questions) if not question.is_chat]
         of_plain = self._plain_responses(
             [questions[i] for i in plain],
-            [messages.plain(written[i], where=questions[i].where) for i in plain],
+            [written[i] for i in plain],
             prompts=[prompts[i] for i in plain],
         )
         responses = dict(zip(plain, of_plain, strict=True))
@@ -184,10 +185,11 @@ class TextContract:
           InputError: the template rejects the messages after a turn of the assistant.
           OutOfRoom: the observation has more than `room` tokens.
         """
-        if not chat:
-            pieces = self._pieces.of_observation(str(question.written), question)
-            return self._joining.follow(pieces, after=self.stop_ids[:1], room=room)
-        ids = iter(self._conversations.observation(question, room=room))
+        with located(question.where):
+            if not chat:
+                pieces = self._pieces.of_observation(str(question.written), question)
+                return self._joining.follow(pieces, after=self.stop_ids[:1], room=room)
+            ids = iter(self._conversations.observation(question, room=room))
         for number in ids:  # the stop token of the turn before was sampled already
             if number in self.stop_ids:
                 break
@@ -216,16 +218,19 @@ class TextContract:
         Raises:
           InputError: as `responses`.
         """
-        pieces, stop = self._pieces.of_response(text, behind)
-        observed = self._pieces.of_observation(str(behind.written), behind)
-        last = (observed or [""])[-1]
-        body, joined = tokenization.encode(
-            self.tokenizer, [last, last + pieces[0]], special=False
-        )
-        if not body or list(after[-len(body) :]) != body:
-            joined = None
-        ids = self._joining.behind(pieces, after=after, size=len(body), joined=joined)
-        return self._ended(ids, stop=stop, where=behind.where, text=text)
+        with located(behind.where):
+            pieces, stop = self._pieces.of_response(text, behind)
+            observed = self._pieces.of_observation(str(behind.written), behind)
+            last = (observed or [""])[-1]
+            body, joined = tokenization.encode(
+                self.tokenizer, [last, last + pieces[0]], special=False
+            )
+            if not body or list(after[-len(body) :]) != body:
+                joined = None
+            ids = self._joining.behind(
+                pieces, after=after, size=len(body), joined=joined
+            )
+            return self._ended(ids, stop=stop, text=text)
 
     def chat_turn(self, text: str, *, question: Question) -> list[int]:
         """Returns the tokens of a response in a conversation, whatever precedes it.
@@ -270,9 +275,8 @@ class TextContract:
         """
         from rlhf_jax.data.text import chat
 
-        return chat.render(
-            self.tokenizer, conversation, where="a conversation", continued=continued
-        )
+        with located("a conversation"):
+            return chat.render(self.tokenizer, conversation, continued=continued)
 
     def _chats(
         self,
@@ -287,9 +291,8 @@ class TextContract:
         for i in chats:
             question = questions[i]
             if turns[i] is None:
-                messages.check_prompt(
-                    question.messages, where=question.where, field="prompt"
-                )
+                with located(question.where):
+                    messages.check_prompt(question.messages, field="prompt")
             conversations.append([*question.messages, *messages.as_turn(written[i])])
             learned.append(turns[i] or [len(conversations[-1]) - 1])
         asked = [questions[i] for i in chats]
@@ -325,15 +328,15 @@ class TextContract:
     def _plain_responses(
         self,
         questions: Sequence[Question],
-        written: Sequence[str],
+        written: Sequence[Written],
         *,
         prompts: Sequence[Sequence[int]],
     ) -> list[list[int]]:
-        before = [self._plain_prompt(question) for question in questions]
-        parts = [
-            self._pieces.of_response(text, question)
-            for text, question in zip(written, questions, strict=True)
-        ]
+        before, parts = [], []
+        for question, text in zip(questions, written, strict=True):
+            with located(question.where):
+                before.append(self._plain_prompt(question))
+                parts.append(self._pieces.of_response(messages.plain(text), question))
         joined = tokenization.encode(
             self.tokenizer,
             [
@@ -355,14 +358,11 @@ class TextContract:
                 size=len(prompt) - len(head),
                 joined=whole if len(body) == 1 else None,
             )
-            responses.append(
-                self._ended(ids, stop=stop, where=question.where, text=text)
-            )
+            with located(question.where):
+                responses.append(self._ended(ids, stop=stop, text=str(text)))
         return responses
 
-    def _ended(
-        self, ids: list[int], *, stop: int | None, where: str, text: str
-    ) -> list[int]:
+    def _ended(self, ids: list[int], *, stop: int | None, text: str) -> list[int]:
         """Appends the stop token to a response; InputError if it contains another."""
         if stop is None and ids and ids[-1] in self.stop_ids:  # ordinary text
             ids, stop = ids[:-1], ids[-1]
@@ -372,7 +372,7 @@ class TextContract:
 
             shown = chat.shown(self.tokenizer, [inside])
             raise InputError(
-                f"{where}: expected a response that holds a stop token at its end"
+                f"expected a response that holds a stop token at its end"
                 f" alone, got {shown} inside {text!r:.60}, where a sampled response"
                 " would have ended; cut the response there, or change the stop tokens"
                 " in generation_config.json"

@@ -215,7 +215,7 @@ class RowPieces:
         missing = [name for name in question.control if name not in vocabulary]
         if missing:
             raise InputError(
-                f"{question.where}: expected tokens of the tokenizer in"
+                f"expected tokens of the tokenizer in"
                 f" {messages.CONTROL_TOKENS!r}, got {missing[0]!r:.60}, which it does"
                 " not have; correct the row"
             )
@@ -242,7 +242,7 @@ class RowPieces:
             return pieces
         if "".join(pieces) != text:
             raise InputError(
-                f"{question.where}: expected text that tokens spell, got {text!r:.60},"
+                f"expected text that tokens spell, got {text!r:.60},"
                 " a character of which is a control token by itself; remove it, or name"
                 f" the token in {messages.CONTROL_TOKENS!r} of the row"
             )

@@ -19,7 +19,7 @@ from rlhf_jax.data.text import chat, messages
 from rlhf_jax.data.text.control import RowPieces
 from rlhf_jax.data.text.joining import Joining
 from rlhf_jax.data.text.messages import OPENING, Message, Question
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import InputError, located
 from rlhf_jax.runs import progress
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Conversations:
 
     def prompt(self, question: Question) -> list[str]:
         """Renders a prompt up to where a response begins; returns its pieces."""
-        messages.check_prompt(question.messages, where=question.where, field="prompt")
+        messages.check_prompt(question.messages, field="prompt")
         [text], cut = self._rendered([question.messages], question, asks=[True])
         return text.split(cut)
 
@@ -64,35 +64,45 @@ class Conversations:
         for question, whole, learned in progress.track(
             rows, "conversations to text", total=len(questions)
         ):
-            beginnings = [whole[:turn] for turn in learned]
-            asks = [False, *(True for _ in beginnings)]
-            texts, cut = self._rendered([whole, *beginnings], question, asks=asks)
-            for turn, text in zip(learned, texts[1:], strict=True):
-                content = self._pieces.without_stop(messages.content([whole[turn]]))[0]
-                chat.check_written(
-                    texts[0].replace(cut, ""),
-                    beginning=text.replace(cut, ""),
-                    content=content,
-                    where=question.where,
-                )
-            rendered.append((texts, cut))
+            with located(question.where):
+                rendered.append(self._checked(question, whole, learned))
         encoded = iter(
             self._joining.encode(
                 [text.split(cut) for texts, cut in rendered for text in texts]
             )
         )
-        return [
-            self._learned(
-                texts,
-                [next(encoded) for _ in texts],
-                cut=cut,
-                to_the_end=learned[-1] == len(whole) - 1,
-                where=question.where,
+        examples = []
+        rows = zip(rendered, questions, conversations, turns, strict=True)
+        for (texts, cut), question, whole, learned in rows:
+            with located(question.where):
+                example = self._learned(
+                    texts,
+                    [next(encoded) for _ in texts],
+                    cut=cut,
+                    to_the_end=learned[-1] == len(whole) - 1,
+                )
+            examples.append(example)
+        return examples
+
+    def _checked(
+        self, question: Question, whole: list[Message], learned: Sequence[int]
+    ) -> tuple[list[str], str]:
+        """Renders a conversation, and its beginnings before each learned turn.
+
+        Returns:
+          Their texts, and the character that separates pieces.
+        """
+        beginnings = [whole[:turn] for turn in learned]
+        asks = [False, *(True for _ in beginnings)]
+        texts, cut = self._rendered([whole, *beginnings], question, asks=asks)
+        for turn, text in zip(learned, texts[1:], strict=True):
+            content = self._pieces.without_stop(messages.content([whole[turn]]))[0]
+            chat.check_written(
+                texts[0].replace(cut, ""),
+                beginning=text.replace(cut, ""),
+                content=content,
             )
-            for (texts, cut), question, whole, learned in zip(
-                rendered, questions, conversations, turns, strict=True
-            )
-        ]
+        return texts, cut
 
     def observation(self, question: Question, *, room: int | None = None) -> list[int]:
         """Encodes what the template writes after the content of an assistant's turn.
@@ -113,7 +123,6 @@ class Conversations:
         *,
         cut: str,
         to_the_end: bool,
-        where: str,
     ) -> Text:
         """Makes the `Text` of a conversation, whose learned turns are its responses.
 
@@ -139,7 +148,6 @@ class Conversations:
                 part,
                 stop_ids=self._stop_ids,
                 last=last,
-                where=where,
             )
             spans.append((len(ids), len(ids) + size))
             ids += part
@@ -181,7 +189,7 @@ class Conversations:
         def turn(message: Message) -> Message:
             message = messages.unmarked(message)
             if not behind:
-                messages.check_role(message, where=question.where)
+                messages.check_role(message)
             if message.get("role") != messages.ASSISTANT:
                 return _apart(message, others)
             content = self._pieces.without_stop(message.get("content") or "")[0]
@@ -200,13 +208,12 @@ class Conversations:
             self._tokenizer,
             turns,
             asks=asks,
-            where=question.where,
             variables=_apart(variables, others),
         )
         written = zip(texts, calls, strict=True)
         if any(text.count(mark) < count for text, count in written):
             raise InputError(
-                f"{question.where}: expected a chat template that writes the"
+                f"expected a chat template that writes the"
                 f" {messages.CALLS!r} of a message, got one that leaves them out; use"
                 " another template, or leave them out of the row"
             )

@@ -5,6 +5,8 @@
 
 A turn of the assistant with the weight 0 is not learned.
 
+Errors do not name the row: callers put its file and line before them (`located`).
+
 Besides messages a row may hold further inputs of the chat template: `tools`,
 `documents`, and options in `chat_template_kwargs`. A `Question` is a prompt with these
 settings of its row.
@@ -16,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from rlhf_jax.data.json_lines import Row
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import InputError, located
 
 Message = dict[str, Any]  # role, content, and other fields that the template reads
 AssistantTurns = Literal["last", "all", "marked"]
@@ -42,7 +44,7 @@ Written = str | list[Message]  # a text, or messages for the chat template
 PLACE = "{prompt}"  # placeholder of a row's text in `--template`
 
 
-def variables_of(row: Row, *, where: str) -> dict[str, Any]:
+def variables_of(row: Row) -> dict[str, Any]:
     """Collects a row's inputs of the chat template other than messages.
 
     These are the fields `tools` and `documents`, and the options in
@@ -52,23 +54,23 @@ def variables_of(row: Row, *, where: str) -> dict[str, Any]:
       InputError: a field has the wrong type, or an option has the name of another
         argument of the template.
     """
-    values = {name: field_of(row, name, where=where) for name in OF_TEMPLATE}
+    values = {name: field_of(row, name) for name in OF_TEMPLATE}
     options = values.pop(OPTIONS) or {}
     for name in options:
         if name in TEMPLATE_ARGUMENTS:
             raise InputError(
-                f"{where}: expected options of the chat template in {OPTIONS!r}, got"
+                f"expected options of the chat template in {OPTIONS!r}, got"
                 f" {name!r}, which it is given anyway; leave it out"
             )
     fields = {name: value for name, value in values.items() if value}
     return fields | {name: v for name, v in options.items() if v is not None}
 
 
-def field_of(row: Row, name: str, *, where: str) -> Any:
+def field_of(row: Row, name: str) -> Any:
     """Returns a row's value of one of `FIELDS`; None if the row does not have it.
 
     Raises:
-      InputError: the value has the wrong type; names file and line.
+      InputError: the value has the wrong type.
     """
     value = row.get(name)
     outer, inner, expected, example = FIELDS[name]
@@ -76,7 +78,7 @@ def field_of(row: Row, name: str, *, where: str) -> Any:
     fits = isinstance(value, outer) and all(isinstance(part, inner) for part in parts)
     if value is not None and not fits:
         raise InputError(
-            f"{where}: expected {expected} in {name!r}, such as {example}, got"
+            f"expected {expected} in {name!r}, such as {example}, got"
             f" {value!r:.60}; correct the row, or rename the field"
         )
     return value
@@ -92,11 +94,11 @@ def as_turn(response: str | list[Message]) -> list[Message]:
     return [of_assistant(response)] if isinstance(response, str) else response
 
 
-def plain(response: str | list[Message], *, where: str, field: str = "response") -> str:
+def plain(response: str | list[Message], *, field: str = "response") -> str:
     """Returns the response to a plain prompt; InputError unless it is a text."""
     if not isinstance(response, str):
         raise InputError(
-            f"{where}: expected text in {field!r}, as its prompt is one, got messages;"
+            f"expected text in {field!r}, as its prompt is one, got messages;"
             " give both as messages, or leave out the prompt where they hold it"
         )
     return response
@@ -114,7 +116,7 @@ def unmarked(message: Message) -> Message:
     return {key: value for key, value in message.items() if key not in MARKS}
 
 
-def mark(message: Message, *, where: str) -> bool | None:
+def mark(message: Message) -> bool | None:
     """Whether a message is marked as learned; None if it has no mark.
 
     Raises:
@@ -124,15 +126,13 @@ def mark(message: Message, *, where: str) -> bool | None:
     values = [*marks.values()]
     if any(value not in (0, 1) or value != values[0] for value in values):
         raise InputError(
-            f"{where}: expected 0 or 1 in the marks of a message, and the same in all,"
+            f"expected 0 or 1 in the marks of a message, and the same in all,"
             f" got {marks!r:.80}; a turn is learned or it is not"
         )
     return bool(values[0]) if values else None
 
 
-def learned_turns(
-    messages: Sequence[Message], *, which: AssistantTurns, where: str
-) -> list[int]:
+def learned_turns(messages: Sequence[Message], *, which: AssistantTurns) -> list[int]:
     """Returns the indices of the messages of a conversation that are learned.
 
     Args:
@@ -145,11 +145,11 @@ def learned_turns(
     """
     learned = []
     for number, message in enumerate(messages):
-        marked = mark(message, where=where)
+        marked = mark(message)
         own = message["role"] == ASSISTANT
         if marked and not own:
             raise InputError(
-                f"{where}: expected turns of the assistant to be marked as learned,"
+                f"expected turns of the assistant to be marked as learned,"
                 f" got one of {message['role']!r:.40}; no model writes it"
             )
         if marked is None:
@@ -159,32 +159,31 @@ def learned_turns(
             learned.append(number)
     if not learned:
         raise InputError(
-            f"{where}: expected a turn of the assistant that is learned, got none, by"
+            f"expected a turn of the assistant that is learned, got none, by"
             f" the marks of the row and where {which!r} turns are learned without one;"
             " mark one, or remove the row"
         )
     return learned
 
 
-def check_unmarked(messages: Sequence[Message], *, where: str) -> None:
+def check_unmarked(messages: Sequence[Message]) -> None:
     """Raises InputError if marks ask to learn other turns than the response."""
     *before, response = messages
-    earlier = any(mark(message, where=where) for message in before)
-    if earlier or mark(response, where=where) is False:
+    earlier = any(mark(message) for message in before)
+    if earlier or mark(response) is False:
         got = "an earlier turn that is marked" if earlier else "one that is marked not"
         raise InputError(
-            f"{where}: expected the response to be learned and no earlier turn, as of"
+            f"expected the response to be learned and no earlier turn, as of"
             f" pairs, labelled responses and episodes, got {got} to be; leave out the"
             " mark, or remove the row"
         )
 
 
-def check_messages(value: list[Any], *, where: str, field: str) -> None:
+def check_messages(value: list[Any], *, field: str) -> None:
     """Raises InputError unless every message has a role and a content, both texts."""
     if not value:
         raise InputError(
-            f"{where}: expected text or messages in {field!r}, got an empty list;"
-            " remove the row"
+            f"expected text or messages in {field!r}, got an empty list; remove the row"
         )
     for message in value:
         for key in ("role", "content"):
@@ -192,13 +191,13 @@ def check_messages(value: list[Any], *, where: str, field: str) -> None:
                 continue
             if not isinstance(message, dict) or not isinstance(message.get(key), str):
                 raise InputError(
-                    f"{where}: expected messages as"
+                    f"expected messages as"
                     ' {"role": "user", "content": "Hi"}'
                     f" in {field!r}, got {message!r:.60}, whose {key} is not a text"
                 )
 
 
-def check_role(message: Message, *, where: str) -> None:
+def check_role(message: Message) -> None:
     """Raises InputError for a role with characters of `OF_TOKENS`.
 
     Templates write "<|" + role + "|>", so such a role could end one control token and
@@ -207,31 +206,31 @@ def check_role(message: Message, *, where: str) -> None:
     role = message.get("role")
     if isinstance(role, str) and not OF_TOKENS.isdisjoint(role):
         raise InputError(
-            f"{where}: expected a role without {' '.join(sorted(OF_TOKENS))}, such as"
+            f"expected a role without {' '.join(sorted(OF_TOKENS))}, such as"
             f" 'user', got {role!r:.60}; correct the row"
         )
 
 
-def check_prompt(messages: Sequence[Message], *, where: str, field: str) -> None:
+def check_prompt(messages: Sequence[Message], *, field: str) -> None:
     """Raises InputError if the last message is the assistant's."""
     if messages[-1]["role"] == ASSISTANT:
         raise InputError(
-            f"{where}: expected messages that wait for the assistant in {field!r}, got"
+            f"expected messages that wait for the assistant in {field!r}, got"
             " its turn as the last one; move that turn to the field of the response"
         )
 
 
-def check_response(messages: Sequence[Message], *, where: str, field: str) -> None:
+def check_response(messages: Sequence[Message], *, field: str) -> None:
     """Raises InputError unless the messages are one message of the assistant."""
     roles = [message["role"] for message in messages]
     if roles != [ASSISTANT]:
         raise InputError(
-            f"{where}: expected text or one message of the assistant in {field!r}, got"
+            f"expected text or one message of the assistant in {field!r}, got"
             f" {', '.join(roles)}; its earlier turns belong to the prompt"
         )
 
 
-def check_turns(turns: Any, *, where: str, by_template: bool) -> None:
+def check_turns(turns: Any, *, by_template: bool) -> None:
     """Raises InputError unless responses and observations alternate in `turns`.
 
     Args:
@@ -241,18 +240,18 @@ def check_turns(turns: Any, *, where: str, by_template: bool) -> None:
     if not isinstance(turns, list) or len(turns) % 2 == 0:
         count = f"{len(turns)} of them" if isinstance(turns, list) else repr(turns)
         raise InputError(
-            f"{where}: expected a list in 'turns' that begins and ends with a response,"
+            f"expected a list in 'turns' that begins and ends with a response,"
             f" with an observation between each two, got {count:.60}; correct the row"
         )
     for number, turn in enumerate(turns):
         observed = number % 2 == 1
         if observed and by_template and isinstance(turn, list):
-            check_messages(turn, where=where, field="turns")
+            check_messages(turn, field="turns")
         elif not isinstance(turn, str):
             kinds = "text or messages" if observed and by_template else "text"
             what = "an observation" if observed else "a response"
             raise InputError(
-                f"{where}: expected {kinds} as turn {number} (from 0) of 'turns',"
+                f"expected {kinds} as turn {number} (from 0) of 'turns',"
                 f" {what}, got {turn!r:.60}; correct the row"
             )
 
@@ -309,6 +308,7 @@ def read_question(row: Row, *, field: str, where: str, chat: bool = False) -> Qu
       InputError: one of these fields has the wrong type; names file and line.
     """
     by_template = chat or not isinstance(row[field], str)
-    variables = variables_of(row, where=where) if by_template else {}
-    names = field_of(row, CONTROL_TOKENS, where=where)
+    with located(where):
+        variables = variables_of(row) if by_template else {}
+        names = field_of(row, CONTROL_TOKENS)
     return Question(row[field], where, variables, tuple(names or ()))

@@ -100,7 +100,7 @@ def judged(verifier: Verifier, prompt: str, response: str, row: Row) -> Judged:
     return Judged(verifier(prompt, response, row), {})
 
 
-def counted(verifier: Verifier) -> tuple[str, ...]:
+def counted(verifier: Verifier | None) -> tuple[str, ...]:
     """The names of the numbers that a verifier counts; () if it counts none."""
     return tuple(verifier.counts) if isinstance(verifier, Counting) else ()
 

@@ -49,7 +49,8 @@ class Limits:
     window: int = 10
     """Number of values in a mean, one per step (per judged step for hacking)."""
     drift: float | None = 0.5
-    """Upper limit of the relative weight drift."""
+    """Upper limit of the relative weight drift, or of its growth where the reference is
+    another model than the start."""
     kl: float | None = None
     """Upper limit of the KL, nats per response."""
     kl_over_target: float | None = 1.5
@@ -143,16 +144,22 @@ def begun(active: Sequence[Alarm], *, step: int) -> list[Alarm]:
 
 
 def check(
-    rows: Sequence[Row], *, limits: Limits, kl_target: float | None = None
+    rows: Sequence[Row],
+    *,
+    limits: Limits,
+    kl_target: float | None = None,
+    from_start: bool = True,
 ) -> dict[str, str]:
     """Returns {alarm: its numbers and advice} of the alarms active after the last row.
 
     Args:
       rows: a stage's rows so far, as metrics.jsonl holds them, at least one.
       kl_target: nats per response that an adaptive kl_coef aims at; None if fixed.
+      from_start: whether the weight drift is that from the initial policy; that from
+        another model, which begins above 0, is limited in its growth.
     """
     messages = {
-        "weight_drift": _weight_drift(rows, limits),
+        "weight_drift": _weight_drift(rows, limits, from_start=from_start),
         "kl": _kl(rows, limits, kl_target),
         "reward_hacking": _reward_hacking(rows, limits),
         "mode_collapse_distinct": _fallen(
@@ -205,11 +212,15 @@ def _forgetting(rows: Sequence[Row], limits: Limits) -> str:
     return ", ".join(filter(None, harder))
 
 
-def _weight_drift(rows: Sequence[Row], limits: Limits) -> str:
+def _weight_drift(rows: Sequence[Row], limits: Limits, *, from_start: bool) -> str:
     latest = history.last(rows, "drift/relative", 1)
-    if limits.drift is None or not latest or not latest[0] > limits.drift:
+    if limits.drift is None or not latest:
         return ""
-    return f"relative weight drift {latest[0]:.4g} is over {limits.drift:g}"
+    then = 0.0 if from_start else history.first(rows, "drift/relative", 1)[0]
+    if not latest[0] - then > limits.drift:
+        return ""
+    above = "" if from_start else f" above the {then:.4g} at first"
+    return f"relative weight drift {latest[0]:.4g} is over {limits.drift:g}{above}"
 
 
 def _kl(rows: Sequence[Row], limits: Limits, kl_target: float | None) -> str:

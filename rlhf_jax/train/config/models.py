@@ -72,6 +72,11 @@ class Stored:
     reference_storage: Storage = frozen_models.COPY
     """Dtype in which the reference, or the base under LoRA, is stored."""
 
+    @property
+    def checkpoint(self) -> str | None:
+        """The checkpoint of the reference; None for the start, or no reference."""
+        return None
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OneReference(Stored):

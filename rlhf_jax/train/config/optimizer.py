@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 import optax
 
@@ -122,8 +122,8 @@ class Custom:
         made = load_function(self.function)(rate)
         if not isinstance(made, optax.GradientTransformation):
             raise InputError(
-                f"--optimizer {self.function}: expected a function of a learning rate "
-                f"that returns an optax.GradientTransformation, got {made!r:.80}"
+                f"{self.function}: expected a function of a learning rate that returns "
+                f"an optax.GradientTransformation, got {made!r:.80}"
             )
         return made
 
@@ -137,36 +137,49 @@ class Constant:
 
     warmup: float = 0.0
 
+    def __post_init__(self) -> None:
+        advice = "it is a share of the updates; choose 0.1"
+        checks.within(least=0, below=1, advice=advice, warmup=self.warmup)
+
     def make(self, peak: float, steps: int) -> optax.Schedule:
         """Update (from 0) -> learning rate."""
-        return _warmed(optax.constant_schedule(peak), peak, steps, self.warmup)
+        return self._warmed(optax.constant_schedule(peak), peak, steps)
+
+    def _warmed(
+        self, schedule: optax.Schedule, peak: float, steps: int
+    ) -> optax.Schedule:
+        warmup = int(self.warmup * steps)
+        if not warmup:
+            return schedule
+        rise = optax.linear_schedule(0.0, peak, warmup)
+        return optax.join_schedules([rise, schedule], [warmup])
 
 
 @dataclasses.dataclass(frozen=True)
-class Linear:
+class Linear(Constant):
     """The learning rate falls linearly to `end` times its peak."""
 
-    warmup: float = 0.0
     end: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         checks.fraction(end=self.end)
 
     def make(self, peak: float, steps: int) -> optax.Schedule:
         """Update (from 0) -> learning rate."""
         rest = steps - int(self.warmup * steps)
         fall = optax.linear_schedule(peak, self.end * peak, rest)
-        return _warmed(fall, peak, steps, self.warmup)
+        return self._warmed(fall, peak, steps)
 
 
 @dataclasses.dataclass(frozen=True)
-class Cosine:
+class Cosine(Constant):
     """The learning rate falls to `end` times its peak along half a cosine."""
 
-    warmup: float = 0.0
     end: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         checks.fraction(end=self.end)
 
     def make(self, peak: float, steps: int) -> optax.Schedule:
@@ -180,14 +193,14 @@ class Cosine:
 
 
 @dataclasses.dataclass(frozen=True)
-class WSD:
+class WSD(Constant):
     """Warm-up, stable, decay: a linear fall over the last share of the updates."""
 
-    warmup: float = 0.0
     decay: float = 0.2
     end: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         checks.fraction(end=self.end, decay=self.decay)
         checks.within(
             most=round(1 - self.decay, 9),
@@ -200,20 +213,10 @@ class WSD:
         falling = int(self.decay * steps)
         stable = steps - falling - int(self.warmup * steps)
         fall = optax.linear_schedule(peak, self.end * peak, max(1, falling), stable)
-        return _warmed(fall, peak, steps, self.warmup)
+        return self._warmed(fall, peak, steps)
 
 
 ScheduleKind = Constant | Linear | Cosine | WSD
-
-
-def _warmed(
-    schedule: optax.Schedule, peak: float, steps: int, share: float
-) -> optax.Schedule:
-    warmup = int(share * steps)
-    if not warmup:
-        return schedule
-    rise = optax.linear_schedule(0.0, peak, warmup)
-    return optax.join_schedules([rise, schedule], [warmup])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -231,20 +234,18 @@ class Optimizer:
     max_grad_norm: float | None = 1.0
     """Global norm to which larger gradients are scaled down; None disables clipping."""
 
+    PREFIX: ClassVar[str] = "--"
+    """Prefix of the options, for messages."""
+
     def __post_init__(self) -> None:
         checks.positive(learning_rate=self.learning_rate)
         checks.positive(max_grad_norm=self.max_grad_norm)
-        checks.within(
-            least=0,
-            below=1,
-            advice="it is a share of the updates; choose 0.1",
-            **{"warmup of --schedule": self.schedule.warmup},
-        )
 
     def make(self, updates: int) -> optax.GradientTransformation:
         """Returns clipping, update rule and schedule of a run of `updates` updates."""
         schedule = self.schedule.make(self.learning_rate, updates)
-        rule = self.optimizer.make(schedule)
+        with located(f"{self.PREFIX}optimizer"):
+            rule = self.optimizer.make(schedule)
         clip = []
         if self.max_grad_norm is not None:
             clip = [optax.clip_by_global_norm(self.max_grad_norm)]
@@ -260,6 +261,8 @@ class Critic(Optimizer):
     start: str = POLICY
     """Model whose trunk the critic starts from: policy, reward_model, or a checkpoint
     of any shape. Values start at 0, from a reward model as its scores."""
+
+    PREFIX: ClassVar[str] = "--critic."
 
     def __post_init__(self) -> None:
         with located("critic"):

@@ -135,5 +135,5 @@ class SupervisedConfig(RunConfig):
 
     @property
     def reference_is_base(self) -> bool:
-        """Whether the base under adapters is also the reference."""
-        return False
+        """Whether a reference would be the base under adapters."""
+        return self.start.lora is not None and self.reference.checkpoint is None

@@ -1,4 +1,4 @@
-"""Episodes of the evaluated models, with their scores and how they ended."""
+"""Episodes of the evaluated models, and how they ended."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 from rlhf_jax.algorithms.batch import Prompts, Request, Rollout
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.receipts import Receipt
-from rlhf_jax.devices import processes, row_sharding
-from rlhf_jax.environments.finished import EARLY, TURNS
+from rlhf_jax.devices import row_sharding
+from rlhf_jax.environments.finished import EARLY
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
@@ -21,7 +21,6 @@ from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.train.environment.programs import Sampled
 from rlhf_jax.train.environment.sampler import EpisodeSampler, OpenedEnvironment
 from rlhf_jax.train.evaluate.options import Config
-from rlhf_jax.train.evaluate.scoring import Scored
 from rlhf_jax.train.rows import ReadRows, read_begun
 
 Array = jax.Array
@@ -66,18 +65,7 @@ class Played:
         mine = row_sharding.own_rows(prompts, mesh=self._mesh)
         rollout, scores = sampler(frozen.read(model), Request(mine, key))
         sampler.free()  # one cache at a time
-        return rollout, processes.whole(scores)
-
-
-def scored(scores: Scores, count: int) -> Scored:
-    """Returns scores of the first `count` episodes; failed ones failed or timed out."""
-    failed = np.asarray(scores.parts["failed"] + scores.parts["timed_out"], bool)
-    counts = {
-        name: np.asarray(part)[:count]
-        for name, part in scores.parts.items()
-        if name not in (*EARLY, TURNS)
-    }
-    return Scored(np.asarray(scores.total)[:count], failed[:count], counts)
+        return rollout, scores
 
 
 def ends(scores: Scores) -> Sequence[str]:

@@ -16,7 +16,7 @@ from rlhf_jax.train.config import capabilities
 from rlhf_jax.train.config.config import FLAT
 from rlhf_jax.train.config.models import Compute
 from rlhf_jax.train.config.prompts import AskedPrompts
-from rlhf_jax.train.config.rewards import Reward, Rewards, Verifier, Workers
+from rlhf_jax.train.config.rewards import Model, Reward, Rewards, Verifier, Workers
 from rlhf_jax.train.config.sampler import Episodes
 
 NUM_TEXTS = 256
@@ -136,13 +136,19 @@ class Config(RunConfig):
 
     @property
     def rewards(self) -> Rewards:
-        """The reward or verifier, as a trainer has it."""
-        return Rewards(**vars(self.workers), reward=self.reward, verifier=self.verifier)
+        """The reward, verifier or reward model, as a trainer has it."""
+        model = None if self.reward_model is None else Model((self.reward_model,))
+        return Rewards(
+            **vars(self.workers),
+            reward=self.reward,
+            verifier=self.verifier,
+            reward_model=model,
+        )
 
     @property
     def sources(self) -> tuple[Reward, ...]:
-        """The reward or verifier, if there is one."""
-        return self.rewards.sources(environment=False)
+        """What scores responses, if anything does."""
+        return self.rewards.sources(environment=self.environment is not None)
 
     def _check_scores(self) -> None:
         """Raises InputError for scorers that cannot be combined."""

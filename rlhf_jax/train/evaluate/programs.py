@@ -13,13 +13,11 @@ from rlhf_jax.algorithms import evaluation
 from rlhf_jax.algorithms.batch import Prompts, Rollout, Sequences
 from rlhf_jax.algorithms.evaluation import ResponseKL
 from rlhf_jax.algorithms.flow.rollout import rollout
-from rlhf_jax.checkpoints.frozen_models import RewardModel
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import batches
 from rlhf_jax.data.examples import Tokens
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.models.generation.sampling import Shaping
-from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.train.evaluate.options import Config
@@ -91,7 +89,6 @@ class Programs:
         self._respond = jax.jit(on(respond), static_argnames="greedy")
         self.response_kl = jax.jit(on(response_kl))
         self._text_stats = jax.jit(on(text_stats))
-        self._score = jax.jit(on(lambda reward, responses: reward(responses)))
 
     def respond(
         self, model: Frozen, prompts: Prompts, *, key: Array, greedy: bool
@@ -105,11 +102,6 @@ class Programs:
         mine = row_sharding.own_rows(prompts, mesh=self._mesh)
         prompts = row_sharding.put_rows(mine, mesh=self._mesh)
         return self._respond(model, prompts, key, greedy=greedy)
-
-    def score(self, scorer: RewardModel, responses: Rollout) -> Array:
-        """Returns f32[B], the scores of a reward model."""
-        reward = rewards.from_model(scorer.frozen, model=scorer.model)
-        return self._score(reward, responses)
 
     def text_loss(self, model: Frozen, texts: Sequences) -> float:
         """Returns -(1/N) Σ log π(token) of texts at temperature 1, nats per token."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -14,21 +14,21 @@ import numpy as np
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.devices import processes
-from rlhf_jax.environments.finished import TURNS
+from rlhf_jax.environments.finished import EARLY, TURNS
 from rlhf_jax.evaluation import comparison
 from rlhf_jax.evaluation.comparison import PairFunction
 from rlhf_jax.evaluation.figures import Response
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.roles.rewards import text
-from rlhf_jax.roles.rewards.scores import Scores
-from rlhf_jax.roles.rewards.verifiers import Answering
+from rlhf_jax.roles.rewards import text, verifiers
+from rlhf_jax.roles.rewards.scores import Scores, scores_of
+from rlhf_jax.roles.rewards.verifiers import Verifier
 from rlhf_jax.train.evaluate import episodes
 from rlhf_jax.train.evaluate.episodes import Played
 from rlhf_jax.train.evaluate.options import Config
 from rlhf_jax.train.evaluate.programs import Programs, prompts_of
-from rlhf_jax.train.evaluate.scoring import Score, first
+from rlhf_jax.train.rewards import RewardList
 from rlhf_jax.train.rows import ReadRows
 
 Array = jax.Array
@@ -46,9 +46,9 @@ class Evaluation:
     models: dict[Model, Frozen]  # the policy, and a reference if there is one
     keys: dict[Model, Array]  # one per model, so that equal models draw other samples
     read: ReadRows  # the file of prompts
-    score: Score | None
+    rewards: RewardList
+    verifier: Verifier | None
     played: Played | None  # plays and scores episodes in place of responses
-    answers: Answering | None  # a verifier that reads answers
     judge: PairFunction | None
 
     @property
@@ -99,36 +99,45 @@ class Evaluation:
         rollout, scores = self._drawn(
             model, prompts, key=self.keys[name], greedy=greedy, guard=guard
         )
-        counts: Mapping[str, Any] = {}
         ref_kl, reference = None, self.models.get("reference")
         if name == "policy" and reference is not None and not greedy:
             ref_kl = self.programs.response_kl(model, reference, rollout)
+        with guard():
+            early = self.rewards.begin(rollout, episodes=scores)()
+            scores = self.rewards.finish(rollout, early)
         count *= num_samples
-        scored = None
-        if scores is not None:
-            scored = episodes.scored(scores, count)
-        elif self.score is not None:
-            with guard():
-                scored = self.score(rollout, count)
-        shown = first(rollout, count)
-        ref_kl = jax.tree.map(lambda leaf: leaf[:count], processes.whole(ref_kl))
+        shown, ref_kl, scores = jax.tree.map(
+            lambda leaf: leaf[:count],
+            processes.whole(
+                (rollout, ref_kl, None if scores is None else scores_of(scores))
+            ),
+        )
         texts = text.read(
             shown,
             decode=self.start.decode,
             rows=self.read.rows,
             prompts=self.read.written_prompts,
         )
-        mask, tokens = np.asarray(shown.response_mask), np.asarray(shown.tokens)
-        logprobs = np.asarray(shown.old_logprobs).sum(axis=1)
+        logprobs = shown.old_logprobs.sum(axis=1)
         of_models = [logprobs, *jax.tree.leaves(ref_kl)]
         self._check_finite(name, of_models, what="log-probs", rows=texts.index)
-        if scored is not None:
+        parts: dict[str, Any] = {}
+        if scores is not None:
             called = self.options.score_called
-            self._check_finite(called, [scored.scores], what="scores", rows=texts.index)
-            counts = scored.counts
+            self._check_finite(called, [scores.total], what="scores", rows=texts.index)
+            parts = scores.parts
+        counted = dict.fromkeys((*verifiers.counted(self.verifier), *parts))
+        counts = [part for part in counted if part not in (*EARLY, TURNS)]
+        of_episodes: list[dict[str, Any]] = [{}] * count
+        if self.played is not None and scores is not None:
+            read = shown.observed.sum(axis=1)
+            of_episodes = [
+                {"turns": int(parts[TURNS][i]), "observed": int(read[i]), "end": end}
+                for i, end in enumerate(episodes.ends(scores))
+            ]
         responses = []
         for i in range(count):
-            written, response = tokens[i][mask[i]], texts.responses[i]
+            written = shown.tokens[i][shown.response_mask[i]]
             ref_logprob = None
             if ref_kl is not None:
                 ref_logprob = float(ref_kl.ref_logprobs[i])
@@ -141,22 +150,25 @@ class Evaluation:
                     row=int(shown.index[i]),
                     sample=int(shown.sample[i]),
                     prompt=texts.prompts[i],
-                    response=response,
+                    response=texts.responses[i],
                     length=len(written),
                     ended=int(written[-1]) in self.start.stop_ids,
-                    score=None if scored is None else float(scored.scores[i]),
-                    failed=scored is not None and bool(scored.failed[i]),
-                    answer=None if self.answers is None else self._answer(response),
+                    score=None if scores is None else float(scores.total[i]),
+                    failed=any(
+                        bool(parts[why][i])
+                        for why in ("failed", "timed_out")
+                        if why in parts
+                    ),
+                    answer=self._answer(texts.responses[i]),
                     logprob=float(logprobs[i]),
                     ref_logprob=ref_logprob,
                     kl=None if ref_kl is None else float(ref_kl.exact[i]),
                     k1=None if ref_kl is None else float(ref_kl.k1[i]),
                     verdict=None,
-                    counts={name: float(of[i]) for name, of in counts.items()},
+                    **of_episodes[i],
+                    counts={name: float(parts[name][i]) for name in counts},
                 )
             )
-        if scores is not None:
-            return self._with_turns(responses, scores, observed=shown.observed)
         return responses
 
     def _drawn(
@@ -167,18 +179,6 @@ class Evaluation:
             return self.programs.respond(model, prompts, key=key, greedy=greedy), None
         with guard():
             return self.played(model, prompts, key=key, greedy=greedy)
-
-    def _with_turns(
-        self, responses: Sequence[Response], scores: Scores, *, observed: Array
-    ) -> list[Response]:
-        turns, ends = np.asarray(scores.parts[TURNS]), episodes.ends(scores)
-        read = np.asarray(observed).sum(axis=1)
-        return [
-            dataclasses.replace(
-                response, turns=int(turns[i]), observed=int(read[i]), end=ends[i]
-            )
-            for i, response in enumerate(responses)
-        ]
 
     def _check_finite(
         self, called: str, numbers: Sequence[Any], *, what: str, rows: Any
@@ -195,10 +195,12 @@ class Evaluation:
                 )
 
     def _answer(self, response: str) -> str | None:
-        assert self.answers is not None
+        """Returns what majority@k compares; None without a verifier that reads it."""
+        if not isinstance(self.verifier, verifiers.Answering):
+            return None
         cause = None
         try:
-            answer = self.answers.answer(response)
+            answer = self.verifier.answer(response)
             if answer is None or isinstance(answer, str):
                 return answer
             result = f"{answer!r:.60}"

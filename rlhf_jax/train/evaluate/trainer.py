@@ -14,7 +14,7 @@ import jax
 from rlhf_jax.checkpoints import frozen_models, hf, pretrained
 from rlhf_jax.checkpoints.frozen_models import Loader
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.data import digests, json_lines
+from rlhf_jax.data import digests
 from rlhf_jax.data.receipts import Receipt, Receipts, items
 from rlhf_jax.devices import processes, program_cache, sharding
 from rlhf_jax.evaluation import comparison
@@ -28,13 +28,13 @@ from rlhf_jax.runs import command_line, folder, lock, metrics, report, run
 from rlhf_jax.runs.object_storage import mirror
 from rlhf_jax.runs.proof import run_files
 from rlhf_jax.runs.report import Role
-from rlhf_jax.train.evaluate import responses, results, scoring
+from rlhf_jax.train.evaluate import responses, results
 from rlhf_jax.train.evaluate.episodes import begin_episodes
 from rlhf_jax.train.evaluate.options import Config
 from rlhf_jax.train.evaluate.programs import Programs
 from rlhf_jax.train.evaluate.responses import Evaluation, Model
 from rlhf_jax.train.reading import load_start, receipt_of
-from rlhf_jax.train.rewards import RewardPools
+from rlhf_jax.train.rewards import RewardList, RewardPools
 from rlhf_jax.train.rows import ReadRows, read_prompts
 
 STAGE = "evaluate"
@@ -103,15 +103,7 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
         reward_model = loader.reward_model(options.reward_model, storage=copy)
     programs = Programs(options, start=start, mesh=mesh)
     key = sharding.place(jax.random.key(options.seed), mesh=mesh)
-    answers = answering(pools.verifiers.get("verifier"))
-    score = scoring.scorer(
-        options,
-        programs=programs,
-        start=start,
-        read=read,
-        pools=pools,
-        reward_model=reward_model,
-    )
+    verifier = pools.verifiers.get("verifier")
     evaluation = Evaluation(
         options=options,
         programs=programs,
@@ -121,9 +113,16 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
             name: jax.random.fold_in(key, number) for number, name in enumerate(models)
         },
         read=read,
-        score=score,
+        rewards=RewardList(
+            pools,
+            models=[] if reward_model is None else [reward_model],
+            pack=None,
+            policy=start,
+            rows=read.rows,
+            prompts=read.written_prompts,
+        ),
+        verifier=verifier,
         played=played,
-        answers=answers,
         judge=judge,
     )
     meta = {
@@ -184,7 +183,9 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
             f"response, got {len(evaluated)}; evaluate again with another --out"
         )
     collected = results.collected(
-        evaluated, options=options, answers=answers is not None
+        evaluated,
+        options=options,
+        answers=isinstance(verifier, verifiers.Answering),
     )
     collected["dropped"] = dropped
     if texts is not None:
@@ -228,16 +229,10 @@ def empty(run: Path) -> None:
             path.unlink()
 
 
-def answering(verifier: object) -> verifiers.Answering | None:
-    """Returns the verifier if it reads answers, which majority@k needs."""
-    return verifier if isinstance(verifier, verifiers.Answering) else None
-
-
 def read_asked(
     options: Config, *, reader: Pretrained, pools: RewardPools, receipt: Receipt
 ) -> ReadRows:
     """Reads the rows, and the prompts that leave room for a response."""
-    pools.check_answers(lambda: json_lines.read_located(options.data.prompts))
     read = read_prompts(
         options.data.prompts,
         options=options.data,
@@ -245,6 +240,7 @@ def read_asked(
         limits=options.limits(reader),
         receipt=receipt,
     )
+    pools.check_answers(read.rows)
     pools.tell(receipt)
     if options.judge is not None:
         receipt.gives(f"--judge {options.judge}")

@@ -18,6 +18,7 @@ from typing import Annotated, ClassVar
 from rlhf_jax.algorithms.online_dpo import OnlineDPO, OnlineDPORecipe
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.functional import checks
+from rlhf_jax.functional.errors import located
 from rlhf_jax.functional.kl.control import Lagrangian, Linear
 from rlhf_jax.train import commands
 from rlhf_jax.train.config.config import FLAT, PolicyGradientConfig
@@ -41,10 +42,11 @@ class Config(PolicyGradientConfig):
         # At β = 0 the loss of a pair has no gradient, and IPO divides by β.
         match self.kl.kl_control:
             case Linear(end=end):
-                checks.positive(**{"end of --kl-control linear": end})
+                with located("--kl-control linear"):
+                    checks.positive(end=end)
             case Lagrangian(min_kl_coef=least):
-                least = 0.0 if least is None else least
-                checks.positive(**{"min_kl_coef of --kl-control lagrangian": least})
+                with located("--kl-control lagrangian"):
+                    checks.positive(min_kl_coef=0.0 if least is None else least)
         self.method.check_batch(self.batch.batch_size)
 
 

@@ -18,8 +18,8 @@ from rlhf_jax.models import layout
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.planning import compiled, histogram, measured
 from rlhf_jax.planning.measured import Target
-from rlhf_jax.planning.model_flops import Texts
 from rlhf_jax.planning.workload import Workload
+from rlhf_jax.runs.profile.profiler import Text
 from rlhf_jax.train import shapes
 from rlhf_jax.train.build import Meshes
 from rlhf_jax.train.config.config import PolicyGradientConfig
@@ -114,7 +114,8 @@ class Job(NamedTuple):
                 **{"tokens of a response in --lengths": lengths[-1]},
             )
             responses = histogram.spread(lengths, rows=rows)
-        batch, start = Texts(options.prompt_length, responses), self.start_of(config)
+        batch = [Text(options.prompt_length, response) for response in responses]
+        start = self.start_of(config)
         if isinstance(config, SupervisedConfig):
             return supervised.workload_of(
                 config, start, mesh=mesh, columns=columns, texts=batch

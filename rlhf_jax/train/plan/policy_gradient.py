@@ -6,7 +6,7 @@ sampling ─> each reward model ─> each reference ─> scoring and learning
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -24,11 +24,11 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation import continuous_batching, row_shares
 from rlhf_jax.planning import decoding, model_flops, workload
-from rlhf_jax.planning.model_flops import Texts
 from rlhf_jax.planning.workload import Program, Workload
 from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen, FrozenModels, Further
+from rlhf_jax.runs.profile.profiler import Text
 from rlhf_jax.train import shapes
 from rlhf_jax.train.build import Meshes, Models
 from rlhf_jax.train.config.config import PolicyGradientConfig
@@ -38,12 +38,16 @@ BASE = "base"
 
 
 def workload_of(
-    config: PolicyGradientConfig, start: Pretrained, *, mesh: Mesh, texts: Texts
+    config: PolicyGradientConfig,
+    start: Pretrained,
+    *,
+    mesh: Mesh,
+    texts: Sequence[Text],
 ) -> Workload:
     """Returns the workload of a step.
 
     Args:
-      texts: the lengths of a batch.
+      texts: the lengths of a batch, whose prompts are equally long.
     """
     meshes = Meshes(mesh, mesh, mesh)
     models = shapes.of_run(config, meshes=meshes, start=start)
@@ -53,7 +57,7 @@ def workload_of(
         if part.shapes is not None
     }
     rows = config.batch.batch_size
-    columns = texts.prompt + config.batch.max_new_tokens
+    columns = texts[0].prompt + config.batch.max_new_tokens
     valued = models.train.critic is not None
     sampled = sampled_model(config, models.recipe)
     of_cache = min(rows, models.recipe.continuous_batching or rows)
@@ -61,7 +65,7 @@ def workload_of(
         model=models.recipe.model,
         parts=parts,
         programs=programs(config, models, texts=texts, resident=parts),
-        tokens=texts.tokens,
+        tokens=sum(map(sum, texts)),
         within={
             "KV cache": workload.cache_bytes(sampled, rows=of_cache, columns=columns),
             # `batch.Experience` or `batch.PolicyExperience`, and tokens.
@@ -97,7 +101,7 @@ def programs(
     config: PolicyGradientConfig,
     models: Models,
     *,
-    texts: Texts,
+    texts: Sequence[Text],
     resident: Collection[str],
 ) -> list[Program]:
     """Returns the programs of a step in their order, as the trainer runs them.
@@ -111,7 +115,7 @@ def programs(
         "max_new_tokens": recipe.max_new_tokens,
         "temperature": recipe.temperature,
     }
-    prompts = prompts_of(config.batch.batch_size, columns=texts.prompt)
+    prompts = prompts_of(config.batch.batch_size, columns=texts[0].prompt)
     key = jax.eval_shape(jax.random.key, 0)
     base = (BASE,) if models.base is not None else ()
     moving = models.adapters_are_the_reference
@@ -131,7 +135,7 @@ def programs(
     apart = mesh is not None or policy is not train.policy
     turns, repeats = turns_of(config, recipe=sampler, texts=texts)
     least, of_experts = _read_bytes(
-        config, sampler, prompt=texts.prompt, turns=turns, repeats=repeats
+        config, sampler, prompt=texts[0].prompt, turns=turns, repeats=repeats
     )
     of_step = [
         Program(
@@ -219,7 +223,7 @@ def _learning(
     rollout: Rollout,
     ref_output: ReferenceOutput | None,
     *,
-    texts: Texts,
+    texts: Sequence[Text],
     resident: Collection[str],
 ) -> Program:
     """Returns the program that scores a rollout and learns from it."""
@@ -328,7 +332,7 @@ def _read_bytes(
 
 
 def _training(
-    trained: Any, recipe: PolicyGradient, texts: Texts, *, head: bool
+    trained: Any, recipe: PolicyGradient, texts: Sequence[Text], *, head: bool
 ) -> float:
     adapters = None if recipe.lora is None else _count(trained)
     return model_flops.training(recipe.model, texts, head=head, adapters=adapters)
@@ -339,7 +343,7 @@ def _count(params: Any) -> int:
 
 
 def turns_of(
-    config: PolicyGradientConfig, *, recipe: PolicyGradient, texts: Texts
+    config: PolicyGradientConfig, *, recipe: PolicyGradient, texts: Sequence[Text]
 ) -> tuple[tuple[int, ...], int]:
     """Returns the turns of the sampler's loops, and how often the first loop runs.
 
@@ -348,7 +352,9 @@ def turns_of(
     places, rows = recipe.continuous_batching, config.batch.batch_size
     if places is None:
         turns = workload.decoding_turns(
-            texts.prompt, recipe.max_new_tokens, longest=max(texts.responses)
+            texts[0].prompt,
+            recipe.max_new_tokens,
+            longest=max(text.response for text in texts),
         )
         return turns, 1
     model, shares = recipe.model, 1
@@ -366,7 +372,7 @@ def turns_of(
     arriving = continuous_batching.prompts_at_a_time(
         model,
         places=places // shares,
-        prompt=texts.prompt,
+        prompt=texts[0].prompt,
         new=recipe.max_new_tokens,
         group_size=recipe.rows_per_prompt,
     )
@@ -375,7 +381,7 @@ def turns_of(
         (
             workload.batching_turns(
                 # Every `shares`-th response, as they are sorted here unlike in a batch.
-                texts.responses[share::shares],
+                [text.response for text in texts[share::shares]],
                 places=places // shares,
                 arriving=arriving,
             )

@@ -9,6 +9,7 @@ Rows are padded to one width. A row of DPO holds one pair, both texts end to end
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,10 +21,10 @@ from rlhf_jax.algorithms.batch import PackedPreferences, Preferences, Sequences
 from rlhf_jax.algorithms.state import SupervisedState
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.planning import model_flops
-from rlhf_jax.planning.model_flops import Texts
 from rlhf_jax.planning.workload import Program, Workload
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.runs.profile.profiler import Text
 from rlhf_jax.train.config.supervised import SupervisedConfig
 from rlhf_jax.train.supervised import build, reward_model, sft
 from rlhf_jax.train.supervised import dpo as dpo_command
@@ -43,7 +44,7 @@ def workload_of(
     *,
     mesh: Mesh,
     columns: int,
-    texts: Texts,
+    texts: Sequence[Text],
 ) -> Workload:
     """Returns the workload of one update.
 
@@ -83,11 +84,11 @@ def workload_of(
         donate=(0,),
     )
     programs = [*of_step, learning]
-    return Workload(model, parts, programs, tokens=texts.tokens, within={})
+    return Workload(model, parts, programs, tokens=sum(map(sum, texts)), within={})
 
 
 def _reference(
-    task: Any, reference: Frozen, batch: Any, texts: Texts, is_base: bool
+    task: Any, reference: Frozen, batch: Any, texts: Sequence[Text], is_base: bool
 ) -> Program:
     def logprobs(reference: Frozen, batch: PackedPreferences) -> Any:
         return dpo.reference_logprobs(reference, batch=batch, dpo=task.algorithm)

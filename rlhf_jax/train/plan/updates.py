@@ -19,7 +19,7 @@ from rlhf_jax.models import layout
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.planning import memory_check, model_flops
 from rlhf_jax.planning.memory_check import Part
-from rlhf_jax.planning.model_flops import Texts
+from rlhf_jax.runs.profile.profiler import Text
 from rlhf_jax.train import shapes
 from rlhf_jax.train.build import Meshes
 from rlhf_jax.train.config.config import PolicyGradientConfig
@@ -64,7 +64,7 @@ def of_policy_gradient(
     models = shapes.of_run(config, meshes=Meshes(mesh, mesh, mesh), start=start)
     model = _ran(config, start, columns=columns)
     new, rows = config.batch.max_new_tokens, config.batch.batch_size
-    texts = Texts(columns - new, (new,) * rows)
+    texts = [Text(columns - new, new)] * rows
     return Update(
         model=model,
         rows=rows // config.method.num_minibatches,
@@ -92,7 +92,7 @@ def of_task(task: Task[Any], start: Pretrained, mesh: Mesh) -> Update:
     model = _ran(config, start, columns=columns)
     initial, models = build.shapes_of(task, start, mesh=mesh)
     rows, texts = config.batch.batch_size, task.texts_per_row
-    whole = Texts(0, (columns,) * (rows * texts))
+    whole = [Text(0, columns)] * (rows * texts)
     return Update(
         model=model,
         rows=rows,

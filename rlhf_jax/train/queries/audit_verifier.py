@@ -47,15 +47,17 @@ def audit_verifier(
         unsafe=unsafe_verifier
     )
     rows = []
-    for where, row in json_lines.read_located(data):
+    for row in json_lines.read_jsonl(data):
         solution = row.get(solution_field)
         if not isinstance(solution, str):
             raise InputError(
-                f"{where}: expected a text in {solution_field!r}, got "
+                f"{row.where}: expected a text in {solution_field!r}, got "
                 f"{solution!r:.60}; name the field by --solution-field"
             )
-        with located(where, ValueError):
-            rows.append(Program(os.path.basename(where), solution, verifier.gold(row)))
+        with located(row.where, ValueError):
+            rows.append(
+                Program(os.path.basename(row.where), solution, verifier.gold(row))
+            )
     cheats = audit.programs(audit.CHEATS)
     tried = [one for one in cheats if one.tests]
     tried += [

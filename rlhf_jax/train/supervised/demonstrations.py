@@ -61,7 +61,7 @@ class Demonstrations:
 def read(options: Demonstrations, *, receipt: Receipt | None = None) -> Any:
     """Reads a .txt file as text, and other files as rows with responses or turns."""
     if formats.is_text(options.data):
-        return json_lines.read_text(options.data)
+        return json_lines.read_text(options.data, receipt=receipt)
     return files.read_demonstrations(
         options.data,
         prompt=options.prompt_field,

@@ -136,11 +136,6 @@ class Config(SupervisedConfig):
         """The place of the reference, and of a base that is the reference too."""
         return self.placement.reference
 
-    @property
-    def reference_is_base(self) -> bool:
-        """Whether the base under adapters is also the reference."""
-        return self.start.lora is not None and self.reference.checkpoint is None
-
 
 class Learner(Task[Config]):
     """Trains a policy from preferences."""

@@ -83,7 +83,11 @@ def main(task: Task[Any]) -> None:
     with run.Run(
         recorded,
         num_steps={config.stage: num_steps},
-        check=functools.partial(alarms.check, limits=limits),
+        check=functools.partial(
+            alarms.check,
+            limits=limits,
+            from_start=config.reference.checkpoint is None,
+        ),
         stops=limits.stops if limits.stop else None,
         data=receipt_of(receipts, start=start),
     ) as job:

@@ -160,10 +160,9 @@ def test_without_a_marker_the_last_number_may_count():
 def test_every_row_of_gsm8k(shared_data, part):
     """Against the expression of openai/grade-school-math, with commas stripped."""
     file = shared_data / "gsm8k" / f"{part}.jsonl"
-    located = json_lines.read_located(file)
+    rows = json_lines.read_jsonl(file)
     verify = verifiers.Gsm8k()
-    verifiers.check_answers(located, verifier=verify)
-    rows = [row for _, row in located]
+    verifiers.check_answers([(row.where, row) for row in rows], verifier=verify)
     assert len(rows) == {"train": 7473, "test": 1319}[part]
     published = [
         re.search(r"#### (\-?[0-9\.\,]+)", row["answer"])[1].replace(",", "")
@@ -249,8 +248,9 @@ def test_answers_that_cannot_be_read_are_named_with_file_and_line(
     good = {"answer": {LAST: 3, GSM8K: "#### 3"}.get(verifier, "a"), "gold": "a"}
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(line) + "\n\n" for line in (good, row)))
+    located = [(row.where, row) for row in json_lines.read_jsonl(file)]
     with pytest.raises(InputError, match=f"rows.jsonl:3: {message}"):
-        verifiers.check_answers(json_lines.read_located(file), verifier=verifier)
+        verifiers.check_answers(located, verifier=verifier)
     # And later, where nobody checked, a reward names the prompt (test_rewards.py).
     with pytest.raises(ValueError, match=message):
         verifier("p", "r", row)

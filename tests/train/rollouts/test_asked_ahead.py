@@ -52,6 +52,7 @@ def asked_by_two(monkeypatch):
     """Makes this process the first of two, both with its devices."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(processes, "owners", lambda where: {0, 1})
+    monkeypatch.setattr(processes, "gathered", lambda value: [value, value])
     monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", lambda tree, **_: tree)
 
     def ask(sampler, *, version):
