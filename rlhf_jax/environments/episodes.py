@@ -20,14 +20,14 @@ import numpy as np
 
 from rlhf_jax.algorithms.batch import Prompts
 from rlhf_jax.data.turns import TurnEncoder
-from rlhf_jax.environments import answers, finished
+from rlhf_jax.environments import finished
 from rlhf_jax.environments.answers import Answer
 from rlhf_jax.environments.device import Device
 from rlhf_jax.environments.finished import Finished
 from rlhf_jax.environments.places import NOWHERE, Episode, Places
 from rlhf_jax.environments.pool import EnvironmentPool
 from rlhf_jax.models.generation.episode_places import Arrivals, Episodes
-from rlhf_jax.verification.worker import shown
+from rlhf_jax.verification.worker import Failed, shown
 
 HostArray = Any
 ENDED = 8  # the device returns once a fraction 1 / ENDED of the turns has ended
@@ -67,7 +67,7 @@ class Play:
         )
         self._places = Places(self.device)
         self._live: list[Episode] = []
-        self._failures: list[Answer] = []
+        self._failures: list[Failed] = []
         self._view: Episodes | None = None
 
     def run(self, *, steps: int = 32) -> Finished:
@@ -232,8 +232,8 @@ class Play:
             episode.rewards.append((episode.size - 1, answer.reward))
             for name, count in zip(self.pool.counts, answer.counts, strict=False):
                 self._finished.parts[name][episode.row] += count
-            if answer.why:
-                self._fail(episode, answer)
+            if answer.failure is not None:
+                self._fail(episode, answer.failure)
             elif answer.done:
                 self._end(episode, None if episode.stopped else "truncated")
             elif not episode.stopped:
@@ -252,19 +252,19 @@ class Play:
             )
         except Exception as error:  # the template and `tokenizers` may raise anything
             why = f"{REJECTED}: {shown(error)}"
-            self._fail(episode, answers.failed(why, where=where))
+            self._fail(episode, Failed(why, where=where))
             return
         if observed is None:
             self._end(episode, "out_of_room")
             return
         episode.state, episode.reading = answer.state, observed  # [] is read, too
 
-    def _fail(self, episode: Episode, answer: Answer) -> None:
+    def _fail(self, episode: Episode, failure: Failed) -> None:
         """Ends an episode whose environment failed; its last turn has reward 0."""
-        self.pool.require(answer)
-        self._failures.append(answer)
+        self.pool.require(failure)
+        self._failures.append(failure)
         episode.rewards[-1] = (episode.rewards[-1][0], 0.0)
-        self._end(episode, "timed_out" if answer.timed_out else "failed")
+        self._end(episode, "timed_out" if failure.timed_out else "failed")
 
     def _end_late(self, waiting: list[int]) -> None:
         """Ends all episodes as they are; episodes that have not begun stay empty."""

@@ -27,9 +27,8 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.rewards.scores import OnFailure
 from rlhf_jax.verification import user_objects
-from rlhf_jax.verification.user_objects import Failure
 from rlhf_jax.verification.worker import Failed
-from rlhf_jax.verification.workers import Ended, Workers
+from rlhf_jax.verification.workers import Workers
 
 IN_FLIGHT = 64  # concurrent calls per process if `step` is a coroutine function
 SHOWN = 300  # characters of a response in a message
@@ -146,18 +145,17 @@ class EnvironmentPool(contextlib.AbstractContextManager[Any]):
         inner.add_done_callback(done)
         return answered
 
-    def warn(self, failed: Sequence[Answer], *, num_episodes: int) -> None:
+    def warn(self, failures: Sequence[Failed], *, num_episodes: int) -> None:
         """Warns on standard error about failed episodes, one line per kind of failure.
 
         Args:
-          failed: the answers with a `why`; an empty list prints nothing.
           num_episodes: episodes of the batch.
         """
         become = "with what they had"
         if self.on_failure == "leave_out":
             become = "and are left out"
         user_objects.warn(
-            [Failure(answer.why, answer.where) for answer in failed],
+            failures,
             num_rows=num_episodes,
             rows=f"episodes were ended by a failure of their environment, {become}",
             of="environment",
@@ -169,14 +167,12 @@ class EnvironmentPool(contextlib.AbstractContextManager[Any]):
         )
 
     def _begun(self, future: Future[Any], row: dict[str, Any], place: int) -> Begun:
-        try:
-            begun = future.result()
-        except Ended as ended:
-            begun = Failed(ended.why)
+        begun = future.result()
         if isinstance(begun, Begun):
             return begun
+        if not begun.imported:
+            self.require(begun)  # raises
         where = json_lines.place(row, place)
-        self._require(begun, where=where, stop=False)
         raise InputError(
             f"{where}: expected a row that the environment can"
             f" begin with, got {_cut(row)}, for which its reset {begun.why}; correct"
@@ -185,30 +181,19 @@ class EnvironmentPool(contextlib.AbstractContextManager[Any]):
 
     def _answer(self, future: Future[Any], response: str, where: str) -> Answer:
         if future.cancelled():
-            return answers.failed("was not asked: the run is ending")
-        try:
-            answer = future.result()
-        except Ended as ended:
-            answer = answers.failed(ended.why, timed_out=ended.timed_out)
-        if answer.why:
-            of = f"{where} and response" if where else "response"
-            answer = answer._replace(where=f"{of} {_cut(response)}")
-            self.require(answer)
-        return answer
+            return answers.failed(Failed("was not asked: the run is ending"))
+        answer = future.result()
+        if not isinstance(answer, Failed):
+            return answer
+        of = f"{where} and response" if where else "response"
+        failure = answer._replace(where=f"{of} {_cut(response)}")
+        self.require(failure)
+        return answers.failed(failure)
 
-    def require(self, answer: Answer) -> None:
-        """Raises StopError if an answer failed and `on_failure` is "stop"."""
-        self._require(answer, where=answer.where, stop=self.on_failure == "stop")
-
-    def _require(self, call: Answer | Failed, *, where: str, stop: bool) -> None:
-        user_objects.require(
-            call.why,
-            imported=call.imported,
-            of="environment",
-            where=where,
-            case="an episode",
-            stop=stop,
-        )
+    def require(self, failure: Failed) -> None:
+        """Raises StopError if a failure stops the run."""
+        stop = self.on_failure == "stop"
+        user_objects.require(failure, of="environment", case="an episode", stop=stop)
 
 
 def _cut(value: Any) -> str:

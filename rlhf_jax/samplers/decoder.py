@@ -18,7 +18,6 @@ from rlhf_jax.devices.mesh_shape import ONE_DEVICE
 from rlhf_jax.roles.reference import fingerprint
 from rlhf_jax.samplers import weight_files
 from rlhf_jax.samplers.protocol import Drawn
-from rlhf_jax.verification import worker
 from rlhf_jax.verification.worker import Failed
 
 Array = jax.Array
@@ -80,19 +79,15 @@ class Decoder:
         )
 
 
-def load(pickled: bytes, file: str, version: int) -> str | Failed:
+def load(decoder: Decoder, file: str, version: int) -> str:
     """Loads parameters from a file, in a worker; returns their fingerprint's root."""
-
-    def use(decoder: Decoder) -> str:
-        params = weight_files.read(Path(file))
-        decoder.load(params, version=version)
-        return fingerprint.fingerprint(params).root
-
-    return worker.call(pickled, use)
+    params = weight_files.read(Path(file))
+    decoder.load(params, version=version)
+    return fingerprint.fingerprint(params).root
 
 
 def draw(
-    pickled: bytes, prompts: Prompts, key_data: Any, impl: str, version: int
+    decoder: Decoder, prompts: Prompts, key_data: Any, impl: str, version: int
 ) -> Drawn | Failed:
     """Draws with the parameters of the last `load`, in a worker.
 
@@ -100,11 +95,6 @@ def draw(
       key_data, impl: of the step's key, since typed keys cannot be pickled.
       version: of the parameters; returns OTHER_VERSION if the worker has another.
     """
-
-    def use(decoder: Decoder) -> Drawn | Failed:
-        if decoder.version != version:
-            return OTHER_VERSION
-        key = jax.random.wrap_key_data(key_data, impl=impl)
-        return decoder.draw(prompts, key=key)
-
-    return worker.call(pickled, use)
+    if decoder.version != version:
+        return OTHER_VERSION
+    return decoder.draw(prompts, key=jax.random.wrap_key_data(key_data, impl=impl))

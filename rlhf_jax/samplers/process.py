@@ -31,7 +31,7 @@ from rlhf_jax.samplers.decoder import Decoder
 from rlhf_jax.samplers.protocol import Drawn, TransientError
 from rlhf_jax.verification import user_objects
 from rlhf_jax.verification.worker import Failed
-from rlhf_jax.verification.workers import Ended, Workers
+from rlhf_jax.verification.workers import Workers
 
 Array = jax.Array
 Params = Any
@@ -120,30 +120,29 @@ class ProcessSampler(contextlib.AbstractContextManager[Any]):
 
     def _call(self, function: Any, *args: Any) -> Any:
         what = "hand-over" if function is decoder.load else "draw"
-        kind, remedy = TransientError, "raise timeout= of --sampler"
         future = self._workers.submit(function, *args, timeout=self.timeout)
         try:
             # The workers' timeout counts from when the process begins the call.
             returned = future.result(timeout=self.timeout + STARTED)
         except FutureTimeoutError:
             future.cancel()
-            why = "did not start"
-        except Ended as ended:
-            why = ended.why
-            if not ended.timed_out:
-                remedy = _remedy(ended.status)
-        else:
-            if not isinstance(returned, Failed):
-                return returned
-            kind = StopError
-            why, remedy = returned.why, "mend that"
+            returned = Failed("did not start", timed_out=True)
+        if not isinstance(returned, Failed):
+            return returned
+        kind, remedy = TransientError, "raise timeout= of --sampler"
+        if returned == decoder.OTHER_VERSION:
             # A new process in place of another has no parameters until the next
             # hand-over.
-            if returned == decoder.OTHER_VERSION:
-                kind, remedy = TransientError, "hand that version over first"
+            remedy = "hand that version over first"
+        elif returned.status == -signal.SIGKILL:
+            remedy = "it may be out of memory: lower --batch-size"
+        elif returned.status is not None:
+            remedy = "read what it printed"
+        elif not returned.timed_out:
+            kind, remedy = StopError, "mend that"
         raise kind(
             f"the sampler's process: expected a {what} to return, got a process that "
-            f"{why}; {remedy}, or leave out --sampler process"
+            f"{returned.why}; {remedy}, or leave out --sampler process"
         )
 
 
@@ -156,9 +155,3 @@ def _root(params: Params) -> str:
         )
     ]
     return fingerprint.named(params, jnp.asarray(np.stack(pairs))).root
-
-
-def _remedy(status: int | None) -> str:
-    if status == -signal.SIGKILL:
-        return "it may be out of memory: lower --batch-size"
-    return "read what it printed"

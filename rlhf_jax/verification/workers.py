@@ -29,17 +29,9 @@ from typing import Any
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.verification import worker
+from rlhf_jax.verification.worker import Failed
 
 STARTS = 3  # the pool gives up when this many processes in a row fail to start
-
-
-class Ended(Exception):
-    """A call has no result: it took too long, or its process ended."""
-
-    def __init__(self, why: str, *, timed_out: bool = False, status: int | None = None):
-        super().__init__(why)
-        self.why, self.timed_out = why, timed_out
-        self.status = status  # exit status of a process that ended by itself
 
 
 @dataclasses.dataclass(eq=False)
@@ -76,10 +68,15 @@ class _Process:
             self._worker.kill()
         return not self._worker.is_alive()
 
-    def status(self) -> int | None:
+    def status(self) -> int:
         """The exit status of a process whose link has ended."""
         self._worker.join(worker.GRACE_SECONDS)
-        return self._worker.exitcode
+        if self._worker.is_alive():  # it has closed the link
+            self._worker.kill()
+            self._worker.join()
+        status = self._worker.exitcode
+        assert status is not None
+        return status
 
 
 class Workers(contextlib.AbstractContextManager[Any]):
@@ -132,13 +129,13 @@ class Workers(contextlib.AbstractContextManager[Any]):
         """Starts a call and returns at once.
 
         Args:
-          function: called with the pickled user object and `args`; a coroutine function
-            if `in_flight` is above 1.
+          function: called with the user object and `args`; a coroutine function if
+            `in_flight` is above 1.
           timeout: seconds, from when a process begins the call.
 
         Returns:
-          A future of the function's result, which raises `Ended` if there is none.
-          Cancelling the future ends a running call.
+          A future of the function's result, or of `Failed`. Cancelling the future ends
+          a running call.
 
         Raises:
           StopError: the call cannot be pickled, or no process starts.
@@ -229,12 +226,8 @@ class Workers(contextlib.AbstractContextManager[Any]):
             call.deadline = time.monotonic() + call.timeout + grace
             return
         del process.calls[number]
-        if kind is worker.Kind.RESULT:
-            _set(call.future, value)
-        elif kind is worker.Kind.TIMED_OUT:
-            _set(call.future, _late(call))
-        else:
-            _set(call.future, self._error(value))
+        broken = kind is worker.Kind.ERROR
+        _set(call.future, self._error(value) if broken else value)
 
     def _lost(self, process: _Process) -> None:
         """Fails or repeats the calls of a process that has ended by itself."""
@@ -249,7 +242,7 @@ class Workers(contextlib.AbstractContextManager[Any]):
             if len(begun) == 1 or call.deaths > 1:
                 del process.calls[call.number]
                 why = f"ended its process (status {status})"
-                _set(call.future, Ended(why, status=status))
+                _set(call.future, Failed(why, status=status))
         self._end(process)
         if self._failed_starts >= STARTS:
             self._give_up(f"{STARTS} in a row ended as they started (status {status})")
@@ -260,7 +253,7 @@ class Workers(contextlib.AbstractContextManager[Any]):
             late = [call for call in process.calls.values() if call.deadline < now]
             for call in late:
                 del process.calls[call.number]
-                _set(call.future, _late(call))
+                _set(call.future, worker.late(call.timeout))
             if late:
                 for call in process.calls.values():
                     call.deaths += call.deadline < float("inf")
@@ -327,10 +320,6 @@ class Workers(contextlib.AbstractContextManager[Any]):
 
     def _error(self, why: str) -> StopError:
         return StopError(f"the processes {self._of} do not work: {why}")
-
-
-def _late(call: _Call) -> Ended:
-    return Ended(f"took longer than {call.timeout:g} s", timed_out=True)
 
 
 def _set(future: Future[Any], value: Any) -> None:
