@@ -22,10 +22,10 @@ from rlhf_jax.algorithms.batch import Prompts
 from rlhf_jax.data.turns import TurnEncoder
 from rlhf_jax.environments import finished
 from rlhf_jax.environments.answers import Answer
-from rlhf_jax.environments.device import Device
 from rlhf_jax.environments.finished import Finished
 from rlhf_jax.environments.places import NOWHERE, Episode, Places
 from rlhf_jax.environments.pool import EnvironmentPool
+from rlhf_jax.environments.programs import EpisodePrograms
 from rlhf_jax.models.generation.episode_places import Arrivals, Episodes
 from rlhf_jax.verification.worker import Failed, shown
 
@@ -48,7 +48,7 @@ class Limits(NamedTuple):
 class Play:
     """Plays an episode from every row of prompts; `run` starts it."""
 
-    device: Device  # with all places free
+    device: EpisodePrograms  # with all places free
     prompts: Prompts  # [B, P], of NumPy arrays
     states: Sequence[bytes]  # states of the environment, by `prompts.index`
     keys: HostArray  # u32[B, ...], key data of the rows

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from rlhf_jax.environments.answers import Answer
-from rlhf_jax.environments.device import Device
+from rlhf_jax.environments.programs import EpisodePrograms
 from rlhf_jax.models.generation.episode_places import Episodes
 
 HostArray = Any
@@ -60,7 +60,7 @@ class Episode:
 class Places:
     """The places of a device, and which of them are free."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: EpisodePrograms) -> None:
         """Starts with all places free."""
         self._device = device
         self.free = list(range(device.places))[::-1]
@@ -135,7 +135,7 @@ class Places:
 
 
 def _parked(rows: Episodes, slot: int) -> Episodes:
-    """Takes one row of `Device.take`, with the used columns of its cache only."""
+    """Takes one row of what `take` returned, with the used columns of its cache."""
     columns = int(rows.length[slot])
     row = jax.tree.map(
         lambda leaf: np.array(leaf[slot]), dataclasses.replace(rows, caches=())
@@ -145,7 +145,7 @@ def _parked(rows: Episodes, slot: int) -> Episodes:
 
 
 def _together(episodes: Sequence[tuple[int, Episodes]], *, size: int) -> Episodes:
-    """Stacks parked episodes into the rows of `Device.put`.
+    """Stacks parked episodes into rows for `EpisodePrograms.put`.
 
     Args:
       episodes: at least one (slot, episode).

@@ -10,8 +10,8 @@ import rlhf_jax.train.methods.grpo
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import command_line, metrics
 from rlhf_jax.train.config.rewards import Verifier
-from rlhf_jax.train.environment.sampler import make_environment
 from rlhf_jax.train.rewards import make_verifier
+from rlhf_jax.train.rollouts.environment import make_environment
 from rlhf_jax.verification.code import trial
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -14,14 +14,14 @@ from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.devices import processes, row_sharding
 from rlhf_jax.environments.finished import EARLY, TURNS
+from rlhf_jax.environments.programs import Sampled
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.scores import Scores
-from rlhf_jax.train.environment.programs import Sampled
-from rlhf_jax.train.environment.sampler import EpisodeSampler, OpenedEnvironment
 from rlhf_jax.train.evaluate.options import Config
 from rlhf_jax.train.evaluate.scoring import Scored
+from rlhf_jax.train.rollouts.environment import EpisodeSampler, OpenedEnvironment
 from rlhf_jax.train.rows import ReadRows, read_begun
 
 Array = jax.Array

@@ -25,7 +25,7 @@ from rlhf_jax.train.rewards import RewardList
 from rlhf_jax.train.rows import ReadRows
 
 if TYPE_CHECKING:
-    from rlhf_jax.train.environment.sampler import EpisodeSampler
+    from rlhf_jax.train.rollouts.environment import EpisodeSampler
 
 Array = jax.Array
 Params = Any

@@ -23,8 +23,8 @@ from rlhf_jax.train.sampler import Sampler, versions
 from rlhf_jax.train.watch import sampled_tokens
 
 if TYPE_CHECKING:
-    from rlhf_jax.train.environment.sampler import EpisodeSampler
     from rlhf_jax.train.loop import Drawn, Loop
+    from rlhf_jax.train.rollouts.environment import EpisodeSampler
     from rlhf_jax.train.watch.held_out import HeldOut
     from rlhf_jax.train.watch.judge import Judge
 

@@ -21,6 +21,7 @@ from rlhf_jax.environments.episodes import Limits, Play
 from rlhf_jax.environments.guessing import Guessing
 from rlhf_jax.environments.pool import EnvironmentPool
 from rlhf_jax.environments.programming import Programming
+from rlhf_jax.environments.programs import EpisodePrograms, Sampled
 from rlhf_jax.environments.protocol import Environment
 from rlhf_jax.environments.rooms import Rooms
 from rlhf_jax.extensions import entry_points
@@ -33,7 +34,6 @@ from rlhf_jax.roles.rewards.verifiers import Isolating
 from rlhf_jax.runs import command_line
 from rlhf_jax.train.config.rewards import Workers
 from rlhf_jax.train.config.sampler import Episodes
-from rlhf_jax.train.environment.programs import EpisodePrograms, Sampled
 
 if TYPE_CHECKING:
     from rlhf_jax.train.rows import ReadRows
