@@ -99,7 +99,7 @@ class VerifierPool(contextlib.AbstractContextManager[Any]):
         """
         futures = [
             self._workers.submit(worker.verify, *one, timeout=self.timeout)
-            for one in zip(*texts.lists, strict=True)
+            for one in zip(texts.prompts, texts.responses, texts.rows, strict=True)
         ]
         return Pending(self, texts, futures)
 

@@ -27,7 +27,7 @@ from multiprocessing import connection
 from typing import Any
 
 from rlhf_jax.functional import checks
-from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.functional.checks import StopError
 from rlhf_jax.verification import worker
 from rlhf_jax.verification.worker import Failed
 
@@ -103,13 +103,9 @@ class Workers(contextlib.AbstractContextManager[Any]):
         """
         if num_workers is None:
             num_workers = os.cpu_count() or 1
-        checks.positive(num_workers=num_workers, in_flight=in_flight)
-        if num_workers != int(num_workers):
-            raise InputError(
-                f"num_workers: expected a whole number, got {num_workers}; choose one"
-            )
+        checks.at_least_one(num_workers=num_workers)
         self._pickled, self._of = pickled, of
-        self._num_workers, self._in_flight = int(num_workers), in_flight
+        self._num_workers, self._in_flight = num_workers, in_flight
         self._lock = threading.Lock()
         self._waiting: collections.deque[_Call] = collections.deque()
         self._cancelled: list[int] = []

@@ -13,7 +13,7 @@ import pytest
 from rlhf_jax.functional.errors import InputError
 from rlhf_jax.verification.audit import audit
 from rlhf_jax.verification.code import trial, verifier
-from rlhf_jax.verification.code.trial import run_tests
+from rlhf_jax.verification.code.trial import Verdict, run_tests
 from rlhf_jax.verification.isolation import processes, ways
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -144,7 +144,7 @@ def test_every_way_holds(way, only, tmp_path, monkeypatch):
     """Nothing is left behind, and disk space and files are limited."""
     only(way)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert run_tests(ADD, TESTS, unsafe=True) == (3, 3, "", False)
+    assert run_tests(ADD, TESTS, unsafe=True) == Verdict(3, 3, "")
     bombs = BOMBS if way == "none" else (*BOMBS, "forks", "kills its parent")
     for name in bombs:
         started = time.monotonic()

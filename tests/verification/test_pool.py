@@ -322,8 +322,8 @@ def test_a_pool_that_never_started_ends_at_once():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_workers": 0}, "num_workers: expected a finite number above 0, got 0"),
-        ({"num_workers": 1.5}, "num_workers: expected a whole number, got 1.5"),
+        ({"num_workers": 0}, "num_workers: expected a whole number, 1 or more, got 0"),
+        ({"num_workers": 1.5}, "num_workers: expected a whole number, 1 or more, got"),
         ({"timeout": 0.0}, "timeout: expected a finite number above 0, got 0.0"),
         ({"timeout": float("inf")}, "timeout: expected a finite number above 0"),
         (

@@ -37,11 +37,6 @@ class Texts:
     rows: list[Row]
     index: HostArray  # i32[B], row of the data set
 
-    @property
-    def lists(self) -> tuple[list[Prompt], list[str], list[Row]]:
-        """The arguments of a function of texts."""
-        return self.prompts, self.responses, self.rows
-
     def only(self, place: int) -> Texts:
         """The record of one response."""
         at = slice(place, place + 1)
