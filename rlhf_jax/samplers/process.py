@@ -26,8 +26,8 @@ from rlhf_jax.algorithms.self_check import SelfCheckError
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import StopError
 from rlhf_jax.roles.reference import fingerprint
-from rlhf_jax.samplers import TIMEOUT, decoder, weight_files
-from rlhf_jax.samplers.decoder import Decoder
+from rlhf_jax.samplers import TIMEOUT, weight_files
+from rlhf_jax.samplers.decoder import OTHER_VERSION, Decoder
 from rlhf_jax.samplers.protocol import Drawn, TransientError
 from rlhf_jax.verification import user_objects
 from rlhf_jax.verification.worker import Failed
@@ -86,7 +86,7 @@ class ProcessSampler(contextlib.AbstractContextManager[Any]):
             weight_files.write(path, params)
             # The process computes the fingerprint of the parameters that it read, so a
             # truncated or old file is detected.
-            root = self._call(decoder.load, str(path), version)
+            root = self._call(Decoder.load, str(path), version)
         expected = _root(params)
         if root != expected:
             raise SelfCheckError(
@@ -105,7 +105,7 @@ class ProcessSampler(contextlib.AbstractContextManager[Any]):
           StopError: the process failed otherwise.
         """
         return self._call(
-            decoder.draw,
+            Decoder.draw,
             jax.tree.map(np.asarray, prompts),
             # Typed keys cannot be pickled: send key data and implementation.
             np.asarray(jax.random.key_data(key)),
@@ -119,7 +119,7 @@ class ProcessSampler(contextlib.AbstractContextManager[Any]):
         self._folder.close()
 
     def _call(self, function: Any, *args: Any) -> Any:
-        what = "hand-over" if function is decoder.load else "draw"
+        what = "hand-over" if function is Decoder.load else "draw"
         future = self._workers.submit(function, *args, timeout=self.timeout)
         try:
             # The workers' timeout counts from when the process begins the call.
@@ -130,7 +130,7 @@ class ProcessSampler(contextlib.AbstractContextManager[Any]):
         if not isinstance(returned, Failed):
             return returned
         kind, remedy = TransientError, "raise timeout= of --sampler"
-        if returned == decoder.OTHER_VERSION:
+        if returned == OTHER_VERSION:
             # A new process in place of another has no parameters until the next
             # hand-over.
             remedy = "hand that version over first"
