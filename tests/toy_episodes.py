@@ -15,10 +15,10 @@ from rlhf_jax.algorithms.grpo import GRPO
 from rlhf_jax.environments import answers, episodes
 from rlhf_jax.environments.answers import Answer
 from rlhf_jax.environments.programs import EpisodePrograms
+from rlhf_jax.environments.sampler import EpisodeSampler
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.models import decoder
 from rlhf_jax.runs import metrics
-from rlhf_jax.train.rollouts.environment import EpisodeSampler
 from rlhf_jax.verification.worker import Failed
 
 STOP = 1

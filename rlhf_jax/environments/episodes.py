@@ -11,23 +11,21 @@ long (`places`). The rollout is done when all of its episodes are.
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from rlhf_jax.algorithms.batch import Prompts
-from rlhf_jax.data.turns import TurnEncoder
 from rlhf_jax.environments import finished
 from rlhf_jax.environments.answers import Answer
 from rlhf_jax.environments.finished import Finished
 from rlhf_jax.environments.places import NOWHERE, Episode, Places
-from rlhf_jax.environments.pool import EnvironmentPool
-from rlhf_jax.environments.programs import EpisodePrograms
 from rlhf_jax.models.generation.episode_places import Arrivals, Episodes
 from rlhf_jax.verification.worker import Failed, shown
+
+if TYPE_CHECKING:
+    from rlhf_jax.environments.sampler import EpisodeSampler
 
 HostArray = Any
 ENDED = 8  # the device returns once a fraction 1 / ENDED of the turns has ended
@@ -44,23 +42,24 @@ class Limits(NamedTuple):
     seconds: float | None = None  # for all episodes of a rollout; None is no limit
 
 
-@dataclasses.dataclass(kw_only=True)
 class Play:
     """Plays an episode from every row of prompts; `run` starts it."""
 
-    device: EpisodePrograms  # with all places free
-    prompts: Prompts  # [B, P], of NumPy arrays
-    states: Sequence[bytes]  # states of the environment, by `prompts.index`
-    keys: HostArray  # u32[B, ...], key data of the rows
-    pool: EnvironmentPool  # answers turns
-    encoder: TurnEncoder  # encodes observations
-    decode: Callable[[list[int]], str]  # decodes a turn for the environment
-    stop_ids: tuple[int, ...]  # tokens that end a turn
-    limits: Limits
+    def __init__(
+        self, sampler: EpisodeSampler, *, prompts: Prompts, keys: HostArray
+    ) -> None:
+        """Draws nothing yet.
 
-    def __post_init__(self) -> None:
+        Args:
+          sampler: its programs have all places free.
+          prompts: Prompts[B, P], of NumPy arrays.
+          keys: u32[B, ...], key data of the rows.
+        """
+        self.device, self.pool = sampler.programs, sampler.pool
+        self.limits, self._sampler = sampler.limits, sampler
+        self.prompts, self.keys = prompts, keys
         self._finished = finished.none(
-            self.prompts,
+            prompts,
             size=self.limits.tokens,
             counts=self.pool.counts,
             record=self.device.record,
@@ -118,7 +117,11 @@ class Play:
         tokens = self.prompts.tokens[row][self.prompts.mask[row]].tolist()
         index = int(self.prompts.index[row])
         episode = Episode(
-            row, self._places.free.pop(), self.states[index], tokens, len(tokens)
+            row,
+            self._places.free.pop(),
+            self._sampler.states[index],
+            tokens,
+            len(tokens),
         )
         if len(tokens) > self.device.chunk:
             episode.first = next(
@@ -218,8 +221,8 @@ class Play:
             tokens = view.tokens[episode.place, start:end].tolist()
             episode.drawing = False
             episode.size = episode.turns_size = int(end) - episode.prompt
-            episode.stopped = tokens[-1] in self.stop_ids
-            response = self.decode(tokens[:-1] if episode.stopped else tokens)
+            episode.stopped = tokens[-1] in self.device.stop_ids
+            response = self._sampler.decode(tokens[:-1] if episode.stopped else tokens)
             where = f"row {int(self.prompts.index[episode.row])}"
             episode.future = self.pool.step(episode.state, response, where=where)
             episode.submitted = time.monotonic()
@@ -247,7 +250,7 @@ class Play:
         where = f"an observation of row {int(self.prompts.index[episode.row])}"
         room = self.limits.tokens - episode.size - 1  # room for one sampled token
         try:
-            observed = self.encoder.observation(
+            observed = self._sampler.encoder.observation(
                 answer.observation, where=where, room=room
             )
         except Exception as error:  # the template and `tokenizers` may raise anything
@@ -285,15 +288,11 @@ class Play:
                 experts = parked.experts
             elif self.device.record is not None:
                 experts = self.device.experts(place=episode.place)
-            finished.keep(
-                self._finished,
+            self._finished.keep(
+                episode,
                 self._view if parked is None else parked,
                 episode.place if parked is None else (),
                 experts=experts,
-                row=episode.row,
-                start=episode.prompt,
-                size=episode.turns_size,
-                rewards=episode.rewards,
             )
         if why is not None:
             self._finished.parts[why][episode.row] = 1.0

@@ -38,7 +38,7 @@ from rlhf_jax.train.watch.watcher import Watcher
 
 if TYPE_CHECKING:
     from rlhf_jax.algorithms.flow.teacher import TeacherPrompts
-    from rlhf_jax.train.rollouts.environment import EpisodeSampler
+    from rlhf_jax.environments.sampler import EpisodeSampler
     from rlhf_jax.train.rollouts.outside import OutsideSampler
     from rlhf_jax.train.rollouts.queue import RolloutQueue
 

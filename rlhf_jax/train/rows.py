@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rlhf_jax.algorithms.flow.teacher import TeacherPrompts
     from rlhf_jax.data.turns import TurnEncoder
     from rlhf_jax.environments.pool import EnvironmentPool
-    from rlhf_jax.train.rollouts.environment import EpisodeSampler
+    from rlhf_jax.environments.sampler import EpisodeSampler
 
 
 class ReadRows(NamedTuple):
