@@ -63,7 +63,7 @@ def test_right_programs_earn_one_or_are_refused(name):
         assert not verdict.right
         assert REFUSED[name] in verdict.why
     else:
-        assert verdict == (len(tests), len(tests), "", False)
+        assert verdict == Verdict(len(tests), len(tests), "")
 
 
 @isolated

@@ -175,7 +175,7 @@ def test_what_the_code_may_do(monkeypatch):
 )
 def test_time_ends(code, why):
     verdict = run_tests(code, TESTS, seconds=1.0)
-    assert verdict == (0, 3, why, False)
+    assert verdict == Verdict(0, 3, why)
     assert verdict.timed_out
 
 
