@@ -74,11 +74,8 @@ class EnvironmentPool(contextlib.AbstractContextManager[Any]):
                 f" {environment!r:.80}; see environments/README.md for an example"
             )
         self.counts = protocol.counted(environment)
-        if taken := {*self.counts} & {*finished.EARLY, finished.TURNS}:
-            raise InputError(
-                f"expected names of counts other than {', '.join(sorted(taken))}, "
-                f"which every environment has; choose others"
-            )
+        taken = (*finished.EARLY, finished.TURNS)
+        user_objects.check_counts(self.counts, taken=taken, of="environment")
         self.timeout, self.on_failure = timeout, on_failure
         self.max_observation = max_observation
         several = answers.is_async(environment)

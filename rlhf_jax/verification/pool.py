@@ -65,6 +65,8 @@ class VerifierPool(contextlib.AbstractContextManager[Any]):
         user_objects.check_options(timeout=timeout, on_failure=on_failure)
         self.timeout, self.on_failure = timeout, on_failure
         self.counts = verifiers.counted(verifier)
+        taken = ("failed", "timed_out")  # by `Pending.collect`
+        user_objects.check_counts(self.counts, taken=taken, of="verifier")
         self._workers = Workers(
             user_objects.pickled(verifier, kind="verifier"),
             of="that verify",

@@ -6,7 +6,7 @@ import pickle
 import re
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
 from rlhf_jax.functional import checks
@@ -21,6 +21,16 @@ def check_options(*, timeout: float, on_failure: OnFailure) -> None:
     """Checks the options of a pool; InputError names the one that is not valid."""
     checks.positive(timeout=timeout)
     checks.one_of(on_failure=on_failure, among=get_args(OnFailure))
+
+
+def check_counts(counts: Sequence[str], *, taken: Sequence[str], of: str) -> None:
+    """Raises InputError if a count has the name of a figure that every `of` has."""
+    taken = (*taken, "left_out")  # by `scores.part_stats`
+    if same := sorted({*counts} & {*taken}):
+        raise InputError(
+            f"expected names of counts other than {', '.join(same)}, which every {of} "
+            f"has; choose others"
+        )
 
 
 def pickled(value: Any, *, kind: str) -> bytes:

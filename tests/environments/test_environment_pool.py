@@ -118,8 +118,11 @@ def test_what_is_counted_comes_in_the_order_of_the_names():
             answer = pool.step(START, response).result()
             assert (answer.reward, answer.counts) == (0.0, ())
             assert why in answer.failure.why
-    with pytest.raises(InputError, match="other than late, which every environment"):
-        EnvironmentPool(toy_environment.Taken())
+    taken = toy_environment.Counts()
+    for name in ("late", "turns", "left_out"):
+        taken.counts = ("calls", name)
+        with pytest.raises(InputError, match=f"other than {name}, which every env"):
+            EnvironmentPool(taken)
 
 
 @pytest.mark.parametrize("response", FAILURES)

@@ -89,6 +89,15 @@ def test_rows_without_tests_or_solutions_are_refused(run, row, words):
     assert words in error
 
 
+@pytest.mark.parametrize("option", ["--num-workers=0", "--num-rows=-1"])
+def test_a_number_of_none_is_refused(run, option):
+    status, _, error = run(ROW, options=(option,))
+    assert status == 2
+    name, _, number = option.removeprefix("--").partition("=")
+    assert f"{name.replace('-', '_')}: expected" in error
+    assert f"got {number}" in error
+
+
 def test_without_isolation_it_says_how_to_go_on(tmp_path, monkeypatch, capsys):
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROW))
     none = processes.Isolation("none", "no program bwrap")

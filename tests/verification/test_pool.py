@@ -350,6 +350,18 @@ def test_a_verifier_may_look_for_main():
         pass
 
 
+@pytest.mark.parametrize("name", ["failed", "timed_out", "left_out"])
+def test_a_count_has_no_name_of_a_figure_of_every_verifier(name):
+    class Counts:
+        counts = ("calls", name)
+
+        def judge(self, prompt, response, row):
+            raise AssertionError
+
+    with pytest.raises(InputError, match=f"other than {name}, which every verifier"):
+        VerifierPool(Counts())
+
+
 def test_a_verifier_that_cannot_be_sent():
     with pytest.raises(InputError, match=r"processes can import: .* got <function"):
         VerifierPool(lambda prompt, response, row: 1.0)
