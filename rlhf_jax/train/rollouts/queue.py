@@ -52,7 +52,7 @@ class RolloutQueue:
 
     def __init__(
         self,
-        draw: Draw | Callable[[Params, Request], Any],
+        draw: Callable[[Params, Request], Any],
         *,
         hand_over: Callable[[Params], Params],
         request: Callable[[int, Array], Request],
@@ -65,10 +65,10 @@ class RolloutQueue:
         """Makes an empty queue.
 
         Args:
-          draw: (parameters of `hand_over`, request) -> the rollout, and a function that
-            waits for its scores: a second thread calls it, in the order of the draws,
-            while the next rollout is drawn. It may take long: host loops over tools,
-            verifiers, and servers that sample are all draws.
+          draw: a `Draw`: (parameters of `hand_over`, request) -> the rollout, and a
+            function that waits for its scores, which a second thread calls, in the
+            order of the draws, while the next rollout is drawn. It may take long: host
+            loops over tools, verifiers, and servers that sample are all draws.
           hand_over: returns the parameters that draws read, in buffers that no update
             donates; called at each `submit`.
           request: (step, version of the policy) -> the request of that step, in
@@ -117,7 +117,7 @@ class RolloutQueue:
           Initial entries of a stage's state, with the shapes that snapshots store: this
           rollout in every place of the queue.
         """
-        drawn = self._draw(self._hand_over(policy), self._request(0, version))
+        drawn: Any = self._draw(self._hand_over(policy), self._request(0, version))
         if self._arrive is not None:
             drawn = self._arrive(drawn)
         return self.filled(*_scored(*drawn))
