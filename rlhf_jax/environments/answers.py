@@ -58,11 +58,6 @@ def failed(failure: Failed) -> Answer:
     return Answer("", 0.0, True, b"", failure=failure)
 
 
-def is_async(environment: Any) -> bool:
-    """Whether `step` is a coroutine function, so that calls can run concurrently."""
-    return inspect.iscoroutinefunction(environment.step)
-
-
 def reset(environment: Any, row: Row, most: int) -> Begun:
     """Begins the episode of a row; its prompt has at most `most` characters."""
     return begun(waited(environment.reset(row)), most=most)

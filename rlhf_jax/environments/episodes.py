@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 HostArray = Any
 ENDED = 8  # the device returns once a fraction 1 / ENDED of the turns has ended
 REJECTED = "returned an observation that cannot be encoded"
+STEPS = 32  # the most tokens drawn before the host checks for answers
 POLL = 0.05  # seconds between checks of the clock while the host only waits
 
 
@@ -69,11 +70,8 @@ class Play:
         self._failures: list[Failed] = []
         self._view: Episodes | None = None
 
-    def run(self, *, steps: int = 32) -> Finished:
+    def run(self) -> Finished:
         """Plays until all episodes have ended or the time is over.
-
-        Args:
-          steps: the most tokens drawn before the host checks for answers.
 
         Returns:
           Rows [B, P + R] in the order of the prompts. An episode that a limit or a
@@ -96,9 +94,8 @@ class Play:
                 # Read everything first: a step draws a token in every place at once.
                 while self._read():
                     pass
-                self._check_none_is_forgotten()
                 if any(episode.drawing for episode in self._live):
-                    self._advance(steps)
+                    self._advance()
                 elif self._live:
                     answers = [
                         episode.future for episode in self._live if episode.future
@@ -193,27 +190,14 @@ class Play:
                 episode.reading, episode.first = episode.first.reading, None
             self.device.copy(source=source, place=place, keys=self.keys[of_row])
 
-    def _check_none_is_forgotten(self) -> None:
-        """Raises RuntimeError for an episode that would wait forever (a bug here)."""
-        rows = [
-            episode.row
-            for episode in self._live
-            if not (episode.drawing or episode.future or episode.returns)
-        ]
-        if rows:
-            raise RuntimeError(
-                "expected every episode to draw or to wait once all have read, got"
-                f" rows {rows} that do neither; report this mistake"
-            )
-
-    def _advance(self, steps: int) -> None:
+    def _advance(self) -> None:
         """Draws tokens, and sends the turns that ended to the pool."""
         drawing = [episode for episode in self._live if episode.drawing]
         count = np.zeros(self.device.shares, np.int32)
         for episode in drawing:
             count[self._places.share(episode)] += 1
         until = np.maximum(count - np.maximum(1, count // ENDED), 0)
-        self._view = view = self.device.advance(until=until, steps=steps)
+        self._view = view = self.device.advance(until=until, steps=STEPS)
         for episode in drawing:
             if view.drawing[episode.place]:
                 continue

@@ -15,6 +15,7 @@ function, a process runs many calls concurrently.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
@@ -78,7 +79,7 @@ class EnvironmentPool(contextlib.AbstractContextManager[Any]):
         user_objects.check_counts(self.counts, taken=taken, of="environment")
         self.timeout, self.on_failure = timeout, on_failure
         self.max_observation = max_observation
-        several = answers.is_async(environment)
+        several = inspect.iscoroutinefunction(environment.step)
         self._reset = answers.reset_async if several else answers.reset
         self._step = answers.step_async if several else answers.step
         self._workers = Workers(
