@@ -61,18 +61,15 @@ class Names(dict[str, object]):
         called = {one.id for one in of(ast.Call, "func") if isinstance(one, ast.Name)}
         owning = of(ast.Attribute, "value")
         owners = {one.id for one in owning if isinstance(one, ast.Name)}
-        # The tests import the names that they test.
-        explicit = "solution" in of(ast.ImportFrom, "module") | of(ast.alias)
         free = loaded - bound
         # `math.isclose` means the library's, even if the code defines a `math`.
         self.modules = (free & owners & sys.stdlib_module_names) - called
         self.free, self.bound = free - self.modules, bound
-        self.explicit = explicit
         self.replaced: set[str] = set()
 
     def defined(self, names: list[str]) -> None:
         """Decides which built-in name is under test, from the names of the code."""
-        if self.free <= BUILT_IN and not self.explicit:
+        if self.free <= BUILT_IN and not self.imported:
             own = self.free & set(names)
             self.replaced = own if len(own) == 1 else set()
 
@@ -194,7 +191,7 @@ def _bindings(node: ast.AST) -> list[tuple[ast.AST, ast.AST | None]]:
 
     A function is bound to what it returns under a name, as a function of the code.
     """
-    if isinstance(node, ast.FunctionDef):
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         returned = [one for one in ast.walk(node) if isinstance(one, ast.Return)]
         values = [one.value for one in returned if isinstance(one.value, ast.Name)]
         return [(ast.Name(node.name), value) for value in values]
