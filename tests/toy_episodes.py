@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_jax.algorithms.batch import Prompts, Request
 from rlhf_jax.algorithms.grpo import GRPO
-from rlhf_jax.environments import answers, episodes
+from rlhf_jax.environments import episodes
 from rlhf_jax.environments.answers import Answer
 from rlhf_jax.environments.programs import EpisodePrograms
 from rlhf_jax.environments.sampler import EpisodeSampler
@@ -50,7 +50,7 @@ class Script:
         time.sleep(self.latency(row, turn))
         self.responses.append((row, response))
         if (row, turn) in self.fails:
-            return answers.failed(Failed("raised"))
+            return Answer("", 0.0, True, b"", failure=Failed("raised"))
         done = turn == 1 + row % self.turns
         observed = "9" * ((3 * row + turn) % 5)  # none, too
         counts = tuple(10.0**n * turn for n, _ in enumerate(self.counts))

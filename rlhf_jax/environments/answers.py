@@ -53,11 +53,6 @@ class Answer(NamedTuple):
     """Why the call failed; then the reward is 0 and the episode is done."""
 
 
-def failed(failure: Failed) -> Answer:
-    """Makes the answer of a call that failed."""
-    return Answer("", 0.0, True, b"", failure=failure)
-
-
 def reset(environment: Any, row: Row, most: int) -> Begun:
     """Begins the episode of a row; its prompt has at most `most` characters."""
     return begun(waited(environment.reset(row)), most=most)

@@ -15,9 +15,10 @@ function, a process runs many calls concurrently.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from typing import Any
 
 from rlhf_jax.data import json_lines
@@ -99,15 +100,20 @@ class EnvironmentPool(contextlib.AbstractContextManager[Any]):
           InputError: `reset` failed for a row; names its file and line.
           StopError: the environment cannot be imported, or no process starts.
         """
-        futures = [self._submit(self._reset, row) for row in rows]
-        starts = []
+        futures = [
+            self._workers.submit(
+                self._reset,
+                *(row, self.max_observation),
+                timeout=self.timeout,
+                then=functools.partial(self._begun, row=row, place=place),
+            )
+            for place, row in enumerate(rows)
+        ]
         try:
-            for place, future in enumerate(futures):
-                starts.append(self._begun(future, rows[place], place))
+            return [future.result() for future in futures]
         finally:
             for future in futures:
                 future.cancel()
-        return starts
 
     def step(self, state: bytes, response: str, *, where: str = "") -> Future[Answer]:
         """Starts to answer a response and returns at once.
@@ -123,25 +129,12 @@ class EnvironmentPool(contextlib.AbstractContextManager[Any]):
         Raises:
           StopError: no process starts.
         """
-        answered: Future[Answer] = Future()
-        inner = self._submit(self._step, state, response)
-
-        def cancelled(outer: Future[Answer]) -> None:
-            if outer.cancelled():
-                inner.cancel()
-
-        def done(future: Future[Any]) -> None:
-            with contextlib.suppress(InvalidStateError):  # cancelled meanwhile
-                try:
-                    answer = self._answer(future, response, where)
-                except Exception as error:  # of any type, or a rollout waits forever
-                    answered.set_exception(error)
-                else:
-                    answered.set_result(answer)
-
-        answered.add_done_callback(cancelled)
-        inner.add_done_callback(done)
-        return answered
+        return self._workers.submit(
+            self._step,
+            *(state, response, self.max_observation),
+            timeout=self.timeout,
+            then=functools.partial(self._answer, response=response, where=where),
+        )
 
     def warn(self, failures: Sequence[Failed], *, num_episodes: int) -> None:
         """Warns on standard error about failed episodes, one line per kind of failure.
@@ -159,13 +152,9 @@ class EnvironmentPool(contextlib.AbstractContextManager[Any]):
             of="environment",
         )
 
-    def _submit(self, function: Any, *args: Any) -> Future[Any]:
-        return self._workers.submit(
-            function, *args, self.max_observation, timeout=self.timeout
-        )
-
-    def _begun(self, future: Future[Any], row: dict[str, Any], place: int) -> Begun:
-        begun = future.result()
+    def _begun(
+        self, begun: Begun | Failed, *, row: dict[str, Any], place: int
+    ) -> Begun:
         if isinstance(begun, Begun):
             return begun
         if not begun.imported:
@@ -177,16 +166,13 @@ class EnvironmentPool(contextlib.AbstractContextManager[Any]):
             " the row, or mend the environment"
         )
 
-    def _answer(self, future: Future[Any], response: str, where: str) -> Answer:
-        if future.cancelled():
-            return answers.failed(Failed("was not asked: the run is ending"))
-        answer = future.result()
-        if not isinstance(answer, Failed):
-            return answer
+    def _answer(self, result: Answer | Failed, *, response: str, where: str) -> Answer:
+        if not isinstance(result, Failed):
+            return result
         of = f"{where} and response" if where else "response"
-        failure = answer._replace(where=f"{of} {_cut(response)}")
+        failure = result._replace(where=f"{of} {_cut(response)}")
         self.require(failure)
-        return answers.failed(failure)
+        return Answer("", 0.0, True, b"", failure=failure)
 
     def require(self, failure: Failed) -> None:
         """Raises StopError if a failure stops the run."""

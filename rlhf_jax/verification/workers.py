@@ -39,6 +39,7 @@ class _Call:
     number: int
     data: bytes  # pickled function and arguments
     timeout: float
+    then: Callable[[Any], Any]
     future: Future[Any]
     deaths: int = 0  # processes that died after they had begun this call
     deadline: float = float("inf")  # of `time.monotonic`; finite once it has begun
@@ -120,7 +121,11 @@ class Workers(contextlib.AbstractContextManager[Any]):
         self.close()
 
     def submit(
-        self, function: Callable[..., Any], *args: Any, timeout: float
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float,
+        then: Callable[[Any], Any] = lambda result: result,
     ) -> Future[Any]:
         """Starts a call and returns at once.
 
@@ -128,10 +133,11 @@ class Workers(contextlib.AbstractContextManager[Any]):
           function: called with the user object and `args`; a coroutine function if
             `in_flight` is above 1.
           timeout: seconds, from when a process begins the call.
+          then: called in this process with the function's result, or with `Failed`.
 
         Returns:
-          A future of the function's result, or of `Failed`. Cancelling the future ends
-          a running call.
+          A future of what `then` returns, by default its argument, or raises.
+          Cancelling the future ends a running call.
 
         Raises:
           StopError: the call cannot be pickled, or no process starts.
@@ -144,7 +150,7 @@ class Workers(contextlib.AbstractContextManager[Any]):
             if self._broken is not None:
                 raise self._broken
             self._numbers += 1
-            call = _Call(self._numbers, data, timeout, Future())
+            call = _Call(self._numbers, data, timeout, then, Future())
             self._waiting.append(call)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, daemon=True)
@@ -223,7 +229,7 @@ class Workers(contextlib.AbstractContextManager[Any]):
             return
         del process.calls[number]
         broken = kind is worker.Kind.ERROR
-        _set(call.future, self._error(value) if broken else value)
+        _set(call, self._error(value) if broken else value)
 
     def _lost(self, process: _Process) -> None:
         """Fails or repeats the calls of a process that has ended by itself."""
@@ -238,7 +244,7 @@ class Workers(contextlib.AbstractContextManager[Any]):
             if len(begun) == 1 or call.deaths > 1:
                 del process.calls[call.number]
                 why = f"ended its process (status {status})"
-                _set(call.future, Failed(why, status=status))
+                _set(call, Failed(why, status=status))
         self._end(process)
         if self._failed_starts >= STARTS:
             self._give_up(f"{STARTS} in a row ended as they started (status {status})")
@@ -249,7 +255,7 @@ class Workers(contextlib.AbstractContextManager[Any]):
             late = [call for call in process.calls.values() if call.deadline < now]
             for call in late:
                 del process.calls[call.number]
-                _set(call.future, worker.late(call.timeout))
+                _set(call, worker.late(call.timeout))
             if late:
                 for call in process.calls.values():
                     call.deaths += call.deadline < float("inf")
@@ -312,15 +318,19 @@ class Workers(contextlib.AbstractContextManager[Any]):
             self._broken = broken
             left, self._waiting = self._waiting, collections.deque()
         for call in left:
-            _set(call.future, broken)
+            _set(call, broken)
 
     def _error(self, why: str) -> StopError:
         return StopError(f"the processes {self._of} do not work: {why}")
 
 
-def _set(future: Future[Any], value: Any) -> None:
+def _set(call: _Call, value: Any) -> None:
     with contextlib.suppress(InvalidStateError):  # cancelled meanwhile
-        if isinstance(value, Exception):
-            future.set_exception(value)
+        try:
+            if isinstance(value, StopError):
+                raise value
+            result = call.then(value)
+        except Exception as error:  # of any type, or the caller waits forever
+            call.future.set_exception(error)
         else:
-            future.set_result(value)
+            call.future.set_result(result)
