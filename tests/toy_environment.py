@@ -132,9 +132,3 @@ class Counts(Toy):
 
     def step(self, state, response):
         return CountedTurn("", 1.0, True, None, counts=json.loads(response))
-
-
-class Taken(Toy):
-    """Declares a count that every environment already has."""
-
-    counts = ("calls", "late")

@@ -12,13 +12,14 @@ import pytest
 
 from rlhf_jax.algorithms.batch import Prompts, Request
 from rlhf_jax.algorithms.grpo import GRPO
-from rlhf_jax.environments import answers, episodes
+from rlhf_jax.environments import episodes
 from rlhf_jax.environments.answers import Answer
+from rlhf_jax.environments.programs import EpisodePrograms
+from rlhf_jax.environments.sampler import EpisodeSampler
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.models import decoder
 from rlhf_jax.runs import metrics
-from rlhf_jax.train.environment.programs import EpisodePrograms
-from rlhf_jax.train.environment.sampler import EpisodeSampler
+from rlhf_jax.verification.worker import Failed
 
 STOP = 1
 ROWS, PROMPT, ROOM = 6, 5, 19
@@ -49,15 +50,15 @@ class Script:
         time.sleep(self.latency(row, turn))
         self.responses.append((row, response))
         if (row, turn) in self.fails:
-            return answers.failed("raised")
+            return Answer("", 0.0, True, b"", failure=Failed("raised"))
         done = turn == 1 + row % self.turns
         observed = "9" * ((3 * row + turn) % 5)  # none, too
         counts = tuple(10.0**n * turn for n, _ in enumerate(self.counts))
         return Answer(observed, turn / 4, done, bytes([row, turn]), counts=counts)
 
-    def require(self, answer):
-        if answer.why and self.on_failure == "stop":
-            raise StopError(answer.why)
+    def require(self, failure):
+        if self.on_failure == "stop":
+            raise StopError(failure.why)
 
     def warn(self, failures, *, num_episodes):
         self.warned.append((len(failures), num_episodes))

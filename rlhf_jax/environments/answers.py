@@ -47,77 +47,37 @@ class Answer(NamedTuple):
     done: bool
     state: bytes
     """Pickled; b"" if the episode is done."""
-    why: str = ""
-    """Why the call failed, "" if not. Then the reward is 0 and the episode is done."""
-    timed_out: bool = False
-    imported: bool = True
-    """False if the environment itself could not be imported."""
-    where: str = ""
-    """The turn that failed, for messages."""
     counts: tuple[float, ...] = ()
     """In the order of `protocol.counted`; empty if the call failed."""
+    failure: Failed | None = None
+    """Why the call failed; then the reward is 0 and the episode is done."""
 
 
-def failed(
-    why: str, *, timed_out: bool = False, imported: bool = True, where: str = ""
-) -> Answer:
-    """Makes the answer of a call that failed."""
-    return Answer("", 0.0, True, b"", why, timed_out, imported, where)
-
-
-def is_async(environment: Any) -> bool:
-    """Whether `step` is a coroutine function, so that calls can run concurrently."""
-    return inspect.iscoroutinefunction(environment.step)
-
-
-def reset(pickled: bytes, row: Row, most: int) -> Begun | Failed:
+def reset(environment: Any, row: Row, most: int) -> Begun:
     """Begins the episode of a row; its prompt has at most `most` characters."""
-
-    def use(environment: Any) -> Begun:
-        return begun(waited(environment.reset(row)), most=most)
-
-    return worker.call(pickled, use)
+    return begun(waited(environment.reset(row)), most=most)
 
 
-def step(pickled: bytes, state: bytes, response: str, most: int) -> Answer:
-    """Answers a response; the observation has at most `most` characters.
-
-    An error that the environment raises becomes an answer with a `why`.
-    """
-
-    def use(environment: Any) -> Answer:
-        returned = waited(environment.step(pickle.loads(state), response))
-        return answer(returned, most=most, counts=protocol.counted(environment))
-
-    return _or_failed(worker.call(pickled, use))
+def step(environment: Any, state: bytes, response: str, most: int) -> Answer:
+    """Answers a response; the observation has at most `most` characters."""
+    returned = waited(environment.step(pickle.loads(state), response))
+    return answer(returned, most=most, counts=protocol.counted(environment))
 
 
-async def reset_async(pickled: bytes, row: Row, most: int) -> Begun | Failed:
+async def reset_async(environment: Any, row: Row, most: int) -> Begun:
     """Runs `reset` in a worker with concurrent calls."""
-
-    async def use(environment: Any) -> Begun:
-        returned = environment.reset(row)
-        if inspect.isawaitable(returned):
-            returned = await returned
-        return begun(returned, most=most)
-
-    return await worker.call_several(pickled, use)
+    returned = environment.reset(row)
+    if inspect.isawaitable(returned):
+        returned = await returned
+    return begun(returned, most=most)
 
 
-async def step_async(pickled: bytes, state: bytes, response: str, most: int) -> Answer:
+async def step_async(
+    environment: Any, state: bytes, response: str, most: int
+) -> Answer:
     """Runs `step` in a worker with concurrent calls."""
-
-    async def use(environment: Any) -> Answer:
-        returned = await environment.step(pickle.loads(state), response)
-        return answer(returned, most=most, counts=protocol.counted(environment))
-
-    return _or_failed(await worker.call_several(pickled, use))
-
-
-def _or_failed(result: Answer | Failed) -> Answer:
-    if isinstance(result, Failed):
-        return failed(result.why, imported=result.imported)
-    return result
+    returned = await environment.step(pickle.loads(state), response)
+    return answer(returned, most=most, counts=protocol.counted(environment))
 
 
 def waited(returned: Result | Awaitable[Result]) -> Result:
@@ -172,7 +132,7 @@ def answer(returned: Any, *, most: int, counts: Sequence[str] = ()) -> Answer:
     if others := sorted(own.keys() - {*counts}):
         raise Rejected(f"returned counts of {others}, expected some of {[*counts]}")
     counted = worker.counted(dict.fromkeys(counts, 0.0) | own, counts)
-    return Answer(observation, reward, done, state, counts=counted)
+    return Answer(observation, reward, done, state, counts=tuple(counted.values()))
 
 
 def _written(value: Any, *, called: str, most: int) -> Written:

@@ -11,27 +11,26 @@ long (`places`). The rollout is done when all of its episodes are.
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from rlhf_jax.algorithms.batch import Prompts
-from rlhf_jax.data.turns import TurnEncoder
-from rlhf_jax.environments import answers, finished
+from rlhf_jax.environments import finished
 from rlhf_jax.environments.answers import Answer
-from rlhf_jax.environments.device import Device
 from rlhf_jax.environments.finished import Finished
 from rlhf_jax.environments.places import NOWHERE, Episode, Places
-from rlhf_jax.environments.pool import EnvironmentPool
 from rlhf_jax.models.generation.episode_places import Arrivals, Episodes
-from rlhf_jax.verification.worker import shown
+from rlhf_jax.verification.worker import Failed, shown
+
+if TYPE_CHECKING:
+    from rlhf_jax.environments.sampler import EpisodeSampler
 
 HostArray = Any
 ENDED = 8  # the device returns once a fraction 1 / ENDED of the turns has ended
 REJECTED = "returned an observation that cannot be encoded"
+STEPS = 32  # the most tokens drawn before the host checks for answers
 POLL = 0.05  # seconds between checks of the clock while the host only waits
 
 
@@ -44,37 +43,35 @@ class Limits(NamedTuple):
     seconds: float | None = None  # for all episodes of a rollout; None is no limit
 
 
-@dataclasses.dataclass(kw_only=True)
 class Play:
     """Plays an episode from every row of prompts; `run` starts it."""
 
-    device: Device  # with all places free
-    prompts: Prompts  # [B, P], of NumPy arrays
-    states: Sequence[bytes]  # states of the environment, by `prompts.index`
-    keys: HostArray  # u32[B, ...], key data of the rows
-    pool: EnvironmentPool  # answers turns
-    encoder: TurnEncoder  # encodes observations
-    decode: Callable[[list[int]], str]  # decodes a turn for the environment
-    stop_ids: tuple[int, ...]  # tokens that end a turn
-    limits: Limits
+    def __init__(
+        self, sampler: EpisodeSampler, *, prompts: Prompts, keys: HostArray
+    ) -> None:
+        """Draws nothing yet.
 
-    def __post_init__(self) -> None:
+        Args:
+          sampler: its programs have all places free.
+          prompts: Prompts[B, P], of NumPy arrays.
+          keys: u32[B, ...], key data of the rows.
+        """
+        self.device, self.pool = sampler.programs, sampler.pool
+        self.limits, self._sampler = sampler.limits, sampler
+        self.prompts, self.keys = prompts, keys
         self._finished = finished.none(
-            self.prompts,
+            prompts,
             size=self.limits.tokens,
             counts=self.pool.counts,
             record=self.device.record,
         )
         self._places = Places(self.device)
         self._live: list[Episode] = []
-        self._failures: list[Answer] = []
+        self._failures: list[Failed] = []
         self._view: Episodes | None = None
 
-    def run(self, *, steps: int = 32) -> Finished:
+    def run(self) -> Finished:
         """Plays until all episodes have ended or the time is over.
-
-        Args:
-          steps: the most tokens drawn before the host checks for answers.
 
         Returns:
           Rows [B, P + R] in the order of the prompts. An episode that a limit or a
@@ -97,9 +94,8 @@ class Play:
                 # Read everything first: a step draws a token in every place at once.
                 while self._read():
                     pass
-                self._check_none_is_forgotten()
                 if any(episode.drawing for episode in self._live):
-                    self._advance(steps)
+                    self._advance()
                 elif self._live:
                     answers = [
                         episode.future for episode in self._live if episode.future
@@ -118,7 +114,11 @@ class Play:
         tokens = self.prompts.tokens[row][self.prompts.mask[row]].tolist()
         index = int(self.prompts.index[row])
         episode = Episode(
-            row, self._places.free.pop(), self.states[index], tokens, len(tokens)
+            row,
+            self._places.free.pop(),
+            self._sampler.states[index],
+            tokens,
+            len(tokens),
         )
         if len(tokens) > self.device.chunk:
             episode.first = next(
@@ -190,27 +190,14 @@ class Play:
                 episode.reading, episode.first = episode.first.reading, None
             self.device.copy(source=source, place=place, keys=self.keys[of_row])
 
-    def _check_none_is_forgotten(self) -> None:
-        """Raises RuntimeError for an episode that would wait forever (a bug here)."""
-        rows = [
-            episode.row
-            for episode in self._live
-            if not (episode.drawing or episode.future or episode.returns)
-        ]
-        if rows:
-            raise RuntimeError(
-                "expected every episode to draw or to wait once all have read, got"
-                f" rows {rows} that do neither; report this mistake"
-            )
-
-    def _advance(self, steps: int) -> None:
+    def _advance(self) -> None:
         """Draws tokens, and sends the turns that ended to the pool."""
         drawing = [episode for episode in self._live if episode.drawing]
         count = np.zeros(self.device.shares, np.int32)
         for episode in drawing:
             count[self._places.share(episode)] += 1
         until = np.maximum(count - np.maximum(1, count // ENDED), 0)
-        self._view = view = self.device.advance(until=until, steps=steps)
+        self._view = view = self.device.advance(until=until, steps=STEPS)
         for episode in drawing:
             if view.drawing[episode.place]:
                 continue
@@ -218,8 +205,8 @@ class Play:
             tokens = view.tokens[episode.place, start:end].tolist()
             episode.drawing = False
             episode.size = episode.turns_size = int(end) - episode.prompt
-            episode.stopped = tokens[-1] in self.stop_ids
-            response = self.decode(tokens[:-1] if episode.stopped else tokens)
+            episode.stopped = tokens[-1] in self.device.stop_ids
+            response = self._sampler.decode(tokens[:-1] if episode.stopped else tokens)
             where = f"row {int(self.prompts.index[episode.row])}"
             episode.future = self.pool.step(episode.state, response, where=where)
             episode.submitted = time.monotonic()
@@ -232,8 +219,8 @@ class Play:
             episode.rewards.append((episode.size - 1, answer.reward))
             for name, count in zip(self.pool.counts, answer.counts, strict=False):
                 self._finished.parts[name][episode.row] += count
-            if answer.why:
-                self._fail(episode, answer)
+            if answer.failure is not None:
+                self._fail(episode, answer.failure)
             elif answer.done:
                 self._end(episode, None if episode.stopped else "truncated")
             elif not episode.stopped:
@@ -247,24 +234,24 @@ class Play:
         where = f"an observation of row {int(self.prompts.index[episode.row])}"
         room = self.limits.tokens - episode.size - 1  # room for one sampled token
         try:
-            observed = self.encoder.observation(
+            observed = self._sampler.encoder.observation(
                 answer.observation, where=where, room=room
             )
         except Exception as error:  # the template and `tokenizers` may raise anything
             why = f"{REJECTED}: {shown(error)}"
-            self._fail(episode, answers.failed(why, where=where))
+            self._fail(episode, Failed(why, where=where))
             return
         if observed is None:
             self._end(episode, "out_of_room")
             return
         episode.state, episode.reading = answer.state, observed  # [] is read, too
 
-    def _fail(self, episode: Episode, answer: Answer) -> None:
+    def _fail(self, episode: Episode, failure: Failed) -> None:
         """Ends an episode whose environment failed; its last turn has reward 0."""
-        self.pool.require(answer)
-        self._failures.append(answer)
+        self.pool.require(failure)
+        self._failures.append(failure)
         episode.rewards[-1] = (episode.rewards[-1][0], 0.0)
-        self._end(episode, "timed_out" if answer.timed_out else "failed")
+        self._end(episode, "timed_out" if failure.timed_out else "failed")
 
     def _end_late(self, waiting: list[int]) -> None:
         """Ends all episodes as they are; episodes that have not begun stay empty."""
@@ -285,15 +272,11 @@ class Play:
                 experts = parked.experts
             elif self.device.record is not None:
                 experts = self.device.experts(place=episode.place)
-            finished.keep(
-                self._finished,
+            self._finished.keep(
+                episode,
                 self._view if parked is None else parked,
                 episode.place if parked is None else (),
                 experts=experts,
-                row=episode.row,
-                start=episode.prompt,
-                size=episode.turns_size,
-                rewards=episode.rewards,
             )
         if why is not None:
             self._finished.parts[why][episode.row] = 1.0

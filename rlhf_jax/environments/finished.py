@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlhf_jax.algorithms.batch import Prompts, Rollout
+from rlhf_jax.environments.places import Episode
 from rlhf_jax.models.experts import OWN
 from rlhf_jax.models.generation.episode_places import Episodes
 from rlhf_jax.roles.rewards.scores import Scores
@@ -28,6 +29,44 @@ class Finished(NamedTuple):
     turn_ends: HostArray  # bool[B, S], as `Scores.turn_ends`
     # f32[B] each: 1 or 0 for names of EARLY; the number of TURNS; the counts
     parts: dict[str, HostArray]
+
+    def keep(
+        self,
+        episode: Episode,
+        episodes: Episodes,
+        place: Any,
+        *,
+        experts: HostArray | None,
+    ) -> None:
+        """Writes an episode into its row.
+
+        Args:
+          episodes: the episodes of all places, or a single parked one.
+          place: index of the episode in `episodes`; () for a single one.
+          experts: i32[W, L, k], recorded for its tokens; None if not recorded. The last
+            token has been drawn, but not run: it has no experts.
+        """
+        rollout: Any = self.rollout
+        row, first = episode.row, self.first
+        start, size = episode.prompt, episode.turns_size
+        columns, here = slice(start, start + size), slice(first, first + size)
+        sampled = episodes.sampled[place][columns]
+        rollout.tokens[row, here] = episodes.tokens[place][columns]
+        rollout.mask[row, here] = True
+        rollout.response_mask[row, here] = sampled
+        logprobs, entropy = episodes.logprobs[place], episodes.entropy[place]
+        rollout.old_logprobs[row, here] = np.where(sampled, logprobs[columns], 0)
+        rollout.entropy[row, here] = np.where(sampled, entropy[columns], 0)
+        if experts is not None:
+            ran = min(start + size, int(episodes.cached[place]))
+            rollout.experts[row, first - start :][:ran] = experts[:ran]
+        last = int(np.flatnonzero(sampled)[-1])
+        for number, reward in episode.rewards:
+            self.turn_ends[row, first + number] = True
+            if number < last:  # the reward of the last turn is the rest of `total`
+                self.turns[row, first + number] = reward
+        self.total[row] = sum(reward for _, reward in episode.rewards)
+        self.parts[TURNS][row] = len(episode.rewards)
 
     def scores(self, *, leave_out: bool) -> Scores:
         """Returns the scores; parts are logged as `reward/NAME`.
@@ -56,7 +95,7 @@ def none(
     counts: Sequence[str] = (),
     record: tuple[int, int] | None = None,
 ) -> Finished:
-    """Makes rows with prompts only, to be filled by `keep`.
+    """Makes rows with prompts only, to be filled by `Finished.keep`.
 
     Args:
       prompts: Prompts[B, P], of NumPy arrays.
@@ -86,48 +125,3 @@ def none(
         turn_ends=np.zeros(shape, bool),
         parts={name: np.zeros(rows, np.float32) for name in (*EARLY, TURNS, *counts)},
     )
-
-
-def keep(
-    finished: Finished,
-    episodes: Episodes,
-    place: Any,
-    *,
-    experts: HostArray | None,
-    row: int,
-    start: int,
-    size: int,
-    rewards: Sequence[tuple[int, float]],
-) -> None:
-    """Writes an episode into its row.
-
-    Args:
-      episodes: the episodes of all places, or a single parked one.
-      place: index of the episode in `episodes`; () for a single one.
-      experts: i32[W, L, k], recorded for its tokens; None if not recorded. The last
-        token has been drawn, but not run: it has no experts.
-      row: of the rollout.
-      start: tokens of its prompt.
-      size: tokens after the prompt.
-      rewards: for each turn (index of its last token after the prompt, reward).
-    """
-    rollout: Any = finished.rollout
-    first = finished.first
-    columns, here = slice(start, start + size), slice(first, first + size)
-    sampled = episodes.sampled[place][columns]
-    rollout.tokens[row, here] = episodes.tokens[place][columns]
-    rollout.mask[row, here] = True
-    rollout.response_mask[row, here] = sampled
-    logprobs, entropy = episodes.logprobs[place], episodes.entropy[place]
-    rollout.old_logprobs[row, here] = np.where(sampled, logprobs[columns], 0)
-    rollout.entropy[row, here] = np.where(sampled, entropy[columns], 0)
-    if experts is not None:
-        ran = min(start + size, int(episodes.cached[place]))
-        rollout.experts[row, first - start :][:ran] = experts[:ran]
-    last = int(np.flatnonzero(sampled)[-1])
-    for number, reward in rewards:
-        finished.turn_ends[row, first + number] = True
-        if number < last:  # the reward of the last turn is the rest of `total`
-            finished.turns[row, first + number] = reward
-    finished.total[row] = sum(reward for _, reward in rewards)
-    finished.parts[TURNS][row] = len(rewards)

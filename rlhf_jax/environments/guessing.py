@@ -16,6 +16,7 @@ import re
 from typing import NamedTuple
 
 from rlhf_jax.environments.protocol import Row, Started, Turn, Written
+from rlhf_jax.functional.errors import InputError
 
 _NUMBER = re.compile(r"(?<![0-9])-?[0-9]{1,9}(?![0-9])")
 
@@ -66,6 +67,8 @@ def rows(count: int, *, seed: int, largest: int = 20) -> list[Row]:
     Args:
       largest: as in the environment.
     """
+    if largest < 1:
+        raise InputError(f"largest: expected 1 or more, got {largest}; choose it above")
     draw = random.Random(seed)
     numbers: list[int] = []
     while len(numbers) < count:

@@ -13,14 +13,15 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from rlhf_jax.environments.answers import Answer
-from rlhf_jax.environments.device import Device
+from rlhf_jax.environments.programs import EpisodePrograms
+from rlhf_jax.models.caches import Caches, DeltaState
 from rlhf_jax.models.generation.episode_places import Episodes
 
 HostArray = Any
@@ -60,7 +61,7 @@ class Episode:
 class Places:
     """The places of a device, and which of them are free."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: EpisodePrograms) -> None:
         """Starts with all places free."""
         self._device = device
         self.free = list(range(device.places))[::-1]
@@ -135,39 +136,44 @@ class Places:
 
 
 def _parked(rows: Episodes, slot: int) -> Episodes:
-    """Takes one row of `Device.take`, with the used columns of its cache only."""
-    columns = int(rows.length[slot])
-    row = jax.tree.map(
-        lambda leaf: np.array(leaf[slot]), dataclasses.replace(rows, caches=())
-    )
-    caches = jax.tree.map(lambda leaf: np.array(leaf[slot, :, :columns]), rows.caches)
-    return dataclasses.replace(row, caches=caches)
+    """Takes one row of what `take` returned, with the used columns of its cache."""
+    row = jax.tree.map(lambda leaf: leaf[slot], rows)
+    columns = int(row.length)
+    caches = _of_columns(row.caches, lambda leaf: leaf[:, :columns])
+    # Copies: views would keep all rows.
+    return jax.tree.map(np.array, dataclasses.replace(row, caches=caches))
 
 
 def _together(episodes: Sequence[tuple[int, Episodes]], *, size: int) -> Episodes:
-    """Stacks parked episodes into the rows of `Device.put`.
+    """Stacks parked episodes into rows for `EpisodePrograms.put`.
 
     Args:
       episodes: at least one (slot, episode).
       size: A, the number of slots; slots without an episode are zero.
     """
-    columns = episodes[0][1].tokens.shape[0]
+    columns = len(episodes[0][1].tokens)
 
-    def rows(leaf: Any, *parts: Any, of_cache: bool) -> Any:
-        shape = leaf.shape
-        if of_cache:
-            shape = (shape[0], columns, *shape[2:])
-        whole = np.zeros((size, *shape), leaf.dtype)
-        for (slot, _), part in zip(episodes, (leaf, *parts), strict=True):
-            if of_cache:
-                whole[slot, :, : part.shape[1]] = part
-            else:
-                whole[slot] = part
+    def widened(leaf: HostArray) -> HostArray:
+        room = [(0, 0)] * leaf.ndim
+        room[1] = 0, columns - leaf.shape[1]
+        return np.pad(leaf, room)
+
+    def rows(*parts: HostArray) -> HostArray:
+        whole = np.zeros((size, *parts[0].shape), parts[0].dtype)
+        for (slot, _), part in zip(episodes, parts, strict=True):
+            whole[slot] = part
         return whole
 
-    caches = [episode.caches for _, episode in episodes]
-    others = [dataclasses.replace(episode, caches=()) for _, episode in episodes]
-    return dataclasses.replace(
-        jax.tree.map(lambda *parts: rows(*parts, of_cache=False), *others),
-        caches=jax.tree.map(lambda *parts: rows(*parts, of_cache=True), *caches),
+    wide = [
+        dataclasses.replace(episode, caches=_of_columns(episode.caches, widened))
+        for _, episode in episodes
+    ]
+    return jax.tree.map(rows, *wide)
+
+
+def _of_columns(caches: Caches, change: Callable[[HostArray], HostArray]) -> Caches:
+    """Changes keys and values, [K, columns, ...]; a recurrent state has no columns."""
+    return tuple(
+        kept if isinstance(kept, DeltaState) else jax.tree.map(change, kept)
+        for kept in caches
     )

@@ -15,8 +15,10 @@ function, a process runs many calls concurrently.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from typing import Any
 
 from rlhf_jax.data import json_lines
@@ -27,9 +29,8 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.rewards.scores import OnFailure
 from rlhf_jax.verification import user_objects
-from rlhf_jax.verification.user_objects import Failure
 from rlhf_jax.verification.worker import Failed
-from rlhf_jax.verification.workers import Ended, Workers
+from rlhf_jax.verification.workers import Workers
 
 IN_FLIGHT = 64  # concurrent calls per process if `step` is a coroutine function
 SHOWN = 300  # characters of a response in a message
@@ -75,14 +76,11 @@ class EnvironmentPool(contextlib.AbstractContextManager[Any]):
                 f" {environment!r:.80}; see environments/README.md for an example"
             )
         self.counts = protocol.counted(environment)
-        if taken := {*self.counts} & {*finished.EARLY, finished.TURNS}:
-            raise InputError(
-                f"expected names of counts other than {', '.join(sorted(taken))}, "
-                f"which every environment has; choose others"
-            )
+        taken = (*finished.EARLY, finished.TURNS)
+        user_objects.check_counts(self.counts, taken=taken, of="environment")
         self.timeout, self.on_failure = timeout, on_failure
         self.max_observation = max_observation
-        several = answers.is_async(environment)
+        several = inspect.iscoroutinefunction(environment.step)
         self._reset = answers.reset_async if several else answers.reset
         self._step = answers.step_async if several else answers.step
         self._workers = Workers(
@@ -102,15 +100,20 @@ class EnvironmentPool(contextlib.AbstractContextManager[Any]):
           InputError: `reset` failed for a row; names its file and line.
           StopError: the environment cannot be imported, or no process starts.
         """
-        futures = [self._submit(self._reset, row) for row in rows]
-        starts = []
+        futures = [
+            self._workers.submit(
+                self._reset,
+                *(row, self.max_observation),
+                timeout=self.timeout,
+                then=functools.partial(self._begun, row=row, place=place),
+            )
+            for place, row in enumerate(rows)
+        ]
         try:
-            for place, future in enumerate(futures):
-                starts.append(self._begun(future, rows[place], place))
+            return [future.result() for future in futures]
         finally:
             for future in futures:
                 future.cancel()
-        return starts
 
     def step(self, state: bytes, response: str, *, where: str = "") -> Future[Answer]:
         """Starts to answer a response and returns at once.
@@ -126,89 +129,55 @@ class EnvironmentPool(contextlib.AbstractContextManager[Any]):
         Raises:
           StopError: no process starts.
         """
-        answered: Future[Answer] = Future()
-        inner = self._submit(self._step, state, response)
+        return self._workers.submit(
+            self._step,
+            *(state, response, self.max_observation),
+            timeout=self.timeout,
+            then=functools.partial(self._answer, response=response, where=where),
+        )
 
-        def cancelled(outer: Future[Answer]) -> None:
-            if outer.cancelled():
-                inner.cancel()
-
-        def done(future: Future[Any]) -> None:
-            with contextlib.suppress(InvalidStateError):  # cancelled meanwhile
-                try:
-                    answer = self._answer(future, response, where)
-                except Exception as error:  # of any type, or a rollout waits forever
-                    answered.set_exception(error)
-                else:
-                    answered.set_result(answer)
-
-        answered.add_done_callback(cancelled)
-        inner.add_done_callback(done)
-        return answered
-
-    def warn(self, failed: Sequence[Answer], *, num_episodes: int) -> None:
+    def warn(self, failures: Sequence[Failed], *, num_episodes: int) -> None:
         """Warns on standard error about failed episodes, one line per kind of failure.
 
         Args:
-          failed: the answers with a `why`; an empty list prints nothing.
           num_episodes: episodes of the batch.
         """
         become = "with what they had"
         if self.on_failure == "leave_out":
             become = "and are left out"
         user_objects.warn(
-            [Failure(answer.why, answer.where) for answer in failed],
+            failures,
             num_rows=num_episodes,
             rows=f"episodes were ended by a failure of their environment, {become}",
             of="environment",
         )
 
-    def _submit(self, function: Any, *args: Any) -> Future[Any]:
-        return self._workers.submit(
-            function, *args, self.max_observation, timeout=self.timeout
-        )
-
-    def _begun(self, future: Future[Any], row: dict[str, Any], place: int) -> Begun:
-        try:
-            begun = future.result()
-        except Ended as ended:
-            begun = Failed(ended.why)
+    def _begun(
+        self, begun: Begun | Failed, *, row: dict[str, Any], place: int
+    ) -> Begun:
         if isinstance(begun, Begun):
             return begun
+        if not begun.imported:
+            self.require(begun)  # raises
         where = json_lines.place(row, place)
-        self._require(begun, where=where, stop=False)
         raise InputError(
             f"{where}: expected a row that the environment can"
             f" begin with, got {_cut(row)}, for which its reset {begun.why}; correct"
             " the row, or mend the environment"
         )
 
-    def _answer(self, future: Future[Any], response: str, where: str) -> Answer:
-        if future.cancelled():
-            return answers.failed("was not asked: the run is ending")
-        try:
-            answer = future.result()
-        except Ended as ended:
-            answer = answers.failed(ended.why, timed_out=ended.timed_out)
-        if answer.why:
-            of = f"{where} and response" if where else "response"
-            answer = answer._replace(where=f"{of} {_cut(response)}")
-            self.require(answer)
-        return answer
+    def _answer(self, result: Answer | Failed, *, response: str, where: str) -> Answer:
+        if not isinstance(result, Failed):
+            return result
+        of = f"{where} and response" if where else "response"
+        failure = result._replace(where=f"{of} {_cut(response)}")
+        self.require(failure)
+        return Answer("", 0.0, True, b"", failure=failure)
 
-    def require(self, answer: Answer) -> None:
-        """Raises StopError if an answer failed and `on_failure` is "stop"."""
-        self._require(answer, where=answer.where, stop=self.on_failure == "stop")
-
-    def _require(self, call: Answer | Failed, *, where: str, stop: bool) -> None:
-        user_objects.require(
-            call.why,
-            imported=call.imported,
-            of="environment",
-            where=where,
-            case="an episode",
-            stop=stop,
-        )
+    def require(self, failure: Failed) -> None:
+        """Raises StopError if a failure stops the run."""
+        stop = self.on_failure == "stop"
+        user_objects.require(failure, of="environment", case="an episode", stop=stop)
 
 
 def _cut(value: Any) -> str:

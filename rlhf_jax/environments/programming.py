@@ -80,8 +80,8 @@ class Programming:
         ran = self.tests.show(block)
         text = ran.printed
         if ran.why:
-            text = f"{text}{'' if text.endswith(chr(10)) or not text else chr(10)}"
-            text += f"error: {ran.why}\n"
+            ended = not text or text.endswith("\n")
+            text += f"error: {ran.why}\n" if ended else f"\nerror: {ran.why}\n"
         if len(text) > self.shown:
             text = f"{text[: self.shown]}...\n"
         return Turn(text or "(no output)\n", 0.0, False, state)

@@ -9,7 +9,8 @@
     ...
     response      open                              1 in the room with the locked door
 
-The house is drawn from the row's `seed` alone, so a row is a game.
+The house is drawn from the row's `seed` alone, so a row is a game. Worker processes
+import this module: it loads no JAX.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import random
 from typing import NamedTuple
 
 from rlhf_jax.environments.protocol import Row, Started, Turn, Written
-from rlhf_jax.functional import checks
+from rlhf_jax.functional.errors import InputError
 
 NAMES = ("hall", "kitchen", "study", "cellar", "attic", "garden", "bath", "shed")
 
@@ -90,7 +91,11 @@ class Rooms:
 
 def build(seed: int, *, num_rooms: int) -> House:
     """Draws a house: each room after the first has a door to an earlier one."""
-    checks.within(least=2, most=len(NAMES), advice="choose one", num_rooms=num_rooms)
+    if not 2 <= num_rooms <= len(NAMES):
+        raise InputError(
+            f"num_rooms: expected a number of at least 2 and at most {len(NAMES)}, got "
+            f"{num_rooms}; choose one"
+        )
     draw = random.Random(seed)
     rooms = draw.sample(NAMES, num_rooms)
     doors: dict[str, list[str]] = {room: [] for room in rooms}

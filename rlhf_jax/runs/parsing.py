@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import InputError
 
 Shape = Any  # see `misfit`
 MAX_SIZE = 2**26

@@ -31,10 +31,11 @@ class Unreachable(ServerError, TransientError):
 
 
 def is_address(url: str) -> bool:
-    """Whether a URL names a host and, if any, a valid port."""
+    """Whether a URL is of HTTP and names a host and, if any, a valid port."""
     try:
         parts = urllib.parse.urlsplit(url)
-        return bool(parts.hostname) and parts.port != 0
+        of_http = parts.scheme in ("http", "https")
+        return of_http and bool(parts.hostname) and parts.port != 0
     except ValueError:  # unbalanced brackets, or an invalid port
         return False
 

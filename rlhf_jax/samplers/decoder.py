@@ -18,7 +18,6 @@ from rlhf_jax.devices.mesh_shape import ONE_DEVICE
 from rlhf_jax.roles.reference import fingerprint
 from rlhf_jax.samplers import weight_files
 from rlhf_jax.samplers.protocol import Drawn
-from rlhf_jax.verification import worker
 from rlhf_jax.verification.worker import Failed
 
 Array = jax.Array
@@ -27,7 +26,7 @@ OTHER_VERSION = Failed("has another version of the policy")
 
 
 class Decoder:
-    """Draws responses on one device; pickles without its parameters."""
+    """Draws responses on one device; pickled before it has parameters."""
 
     def __init__(self, recipe: PolicyGradient) -> None:
         """Stores the recipe, without adapters; compiles nothing yet."""
@@ -36,9 +35,6 @@ class Decoder:
         without: Any = {name: None for name in optimizers if hasattr(recipe, name)}
         self.recipe = dataclasses.replace(recipe, **without)
         self.version: int | None = None  # of the parameters
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"recipe": self.recipe, "version": None}
 
     @functools.cached_property
     def _sample(self) -> Any:
@@ -49,19 +45,30 @@ class Decoder:
             )
         )
 
-    def load(self, params: Params, *, version: int) -> None:
-        """Copies the parameters of the next draws."""
+    def load(self, file: str, version: int) -> str:
+        """Loads the parameters of the next draws; returns their fingerprint's root."""
+        params = weight_files.read(Path(file))
         # The arrays may be views of a file that is removed after the hand-over.
         copied = jax.tree.map(np.array, params)
         self._params = sharding.place(copied, mesh=ONE_DEVICE.make())
         self.version = version
+        return fingerprint.fingerprint(params).root
 
-    def draw(self, prompts: Prompts, *, key: Array) -> Drawn:
+    def draw(
+        self, prompts: Prompts, key_data: Any, impl: str, version: int
+    ) -> Drawn | Failed:
         """Draws a response to every prompt; equal arguments give equal bits.
+
+        Args:
+          key_data, impl: of the step's key, since typed keys cannot be pickled.
+          version: of the parameters; returns OTHER_VERSION if another was loaded last.
 
         Raises:
           InputError: sizes of the batch do not divide.
         """
+        if self.version != version:
+            return OTHER_VERSION
+        key = jax.random.wrap_key_data(key_data, impl=impl)
         mesh = ONE_DEVICE.make()
         rollout = jax.device_get(
             self._sample(
@@ -78,33 +85,3 @@ class Decoder:
             entropy=rollout.entropy[:, before:],
             experts=rollout.experts,
         )
-
-
-def load(pickled: bytes, file: str, version: int) -> str | Failed:
-    """Loads parameters from a file, in a worker; returns their fingerprint's root."""
-
-    def use(decoder: Decoder) -> str:
-        params = weight_files.read(Path(file))
-        decoder.load(params, version=version)
-        return fingerprint.fingerprint(params).root
-
-    return worker.call(pickled, use)
-
-
-def draw(
-    pickled: bytes, prompts: Prompts, key_data: Any, impl: str, version: int
-) -> Drawn | Failed:
-    """Draws with the parameters of the last `load`, in a worker.
-
-    Args:
-      key_data, impl: of the step's key, since typed keys cannot be pickled.
-      version: of the parameters; returns OTHER_VERSION if the worker has another.
-    """
-
-    def use(decoder: Decoder) -> Drawn | Failed:
-        if decoder.version != version:
-            return OTHER_VERSION
-        key = jax.random.wrap_key_data(key_data, impl=impl)
-        return decoder.draw(prompts, key=key)
-
-    return worker.call(pickled, use)

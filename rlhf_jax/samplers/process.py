@@ -26,12 +26,12 @@ from rlhf_jax.algorithms.self_check import SelfCheckError
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import StopError
 from rlhf_jax.roles.reference import fingerprint
-from rlhf_jax.samplers import TIMEOUT, decoder, weight_files
-from rlhf_jax.samplers.decoder import Decoder
+from rlhf_jax.samplers import TIMEOUT, weight_files
+from rlhf_jax.samplers.decoder import OTHER_VERSION, Decoder
 from rlhf_jax.samplers.protocol import Drawn, TransientError
 from rlhf_jax.verification import user_objects
 from rlhf_jax.verification.worker import Failed
-from rlhf_jax.verification.workers import Ended, Workers
+from rlhf_jax.verification.workers import Workers
 
 Array = jax.Array
 Params = Any
@@ -86,7 +86,7 @@ class ProcessSampler(contextlib.AbstractContextManager[Any]):
             weight_files.write(path, params)
             # The process computes the fingerprint of the parameters that it read, so a
             # truncated or old file is detected.
-            root = self._call(decoder.load, str(path), version)
+            root = self._call(Decoder.load, str(path), version)
         expected = _root(params)
         if root != expected:
             raise SelfCheckError(
@@ -105,7 +105,7 @@ class ProcessSampler(contextlib.AbstractContextManager[Any]):
           StopError: the process failed otherwise.
         """
         return self._call(
-            decoder.draw,
+            Decoder.draw,
             jax.tree.map(np.asarray, prompts),
             # Typed keys cannot be pickled: send key data and implementation.
             np.asarray(jax.random.key_data(key)),
@@ -119,31 +119,30 @@ class ProcessSampler(contextlib.AbstractContextManager[Any]):
         self._folder.close()
 
     def _call(self, function: Any, *args: Any) -> Any:
-        what = "hand-over" if function is decoder.load else "draw"
-        kind, remedy = TransientError, "raise timeout= of --sampler"
+        what = "hand-over" if function is Decoder.load else "draw"
         future = self._workers.submit(function, *args, timeout=self.timeout)
         try:
             # The workers' timeout counts from when the process begins the call.
             returned = future.result(timeout=self.timeout + STARTED)
         except FutureTimeoutError:
             future.cancel()
-            why = "did not start"
-        except Ended as ended:
-            why = ended.why
-            if not ended.timed_out:
-                remedy = _remedy(ended.status)
-        else:
-            if not isinstance(returned, Failed):
-                return returned
-            kind = StopError
-            why, remedy = returned.why, "mend that"
+            returned = Failed("did not start", timed_out=True)
+        if not isinstance(returned, Failed):
+            return returned
+        kind, remedy = TransientError, "raise timeout= of --sampler"
+        if returned == OTHER_VERSION:
             # A new process in place of another has no parameters until the next
             # hand-over.
-            if returned == decoder.OTHER_VERSION:
-                kind, remedy = TransientError, "hand that version over first"
+            remedy = "hand that version over first"
+        elif returned.status == -signal.SIGKILL:
+            remedy = "it may be out of memory: lower --batch-size"
+        elif returned.status is not None:
+            remedy = "read what it printed"
+        elif not returned.timed_out:
+            kind, remedy = StopError, "mend that"
         raise kind(
             f"the sampler's process: expected a {what} to return, got a process that "
-            f"{why}; {remedy}, or leave out --sampler process"
+            f"{returned.why}; {remedy}, or leave out --sampler process"
         )
 
 
@@ -156,9 +155,3 @@ def _root(params: Params) -> str:
         )
     ]
     return fingerprint.named(params, jnp.asarray(np.stack(pairs))).root
-
-
-def _remedy(status: int | None) -> str:
-    if status == -signal.SIGKILL:
-        return "it may be out of memory: lower --batch-size"
-    return "read what it printed"

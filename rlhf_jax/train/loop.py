@@ -38,7 +38,7 @@ from rlhf_jax.train.watch.watcher import Watcher
 
 if TYPE_CHECKING:
     from rlhf_jax.algorithms.flow.teacher import TeacherPrompts
-    from rlhf_jax.train.environment.sampler import EpisodeSampler
+    from rlhf_jax.environments.sampler import EpisodeSampler
     from rlhf_jax.train.rollouts.outside import OutsideSampler
     from rlhf_jax.train.rollouts.queue import RolloutQueue
 
@@ -139,12 +139,8 @@ class Loop(NamedTuple):
         """Draws for the queue, from parameters that the sampler handed over."""
         return self.draw(policy, request, handed=True).entry
 
-    def draw_there(self, policy: Params, request: Request) -> tuple[Any, Early]:
-        """Draws as `draw_ahead`, but neither moves nor scores the responses."""
-        return self.sampler.draw_there(policy, request), {}
-
     def arrive(self, there: Any) -> Entry:
-        """Moves responses of `draw_there` to the policy's devices, and scores them."""
+        """Moves responses of the sampler's `draw_there` home, and scores them."""
         return self.drawn(self.sampler.bring_home(there)).entry
 
     def taken(self, rollout: Rollout, early: Early) -> Drawn:

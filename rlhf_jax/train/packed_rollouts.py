@@ -9,7 +9,6 @@ before it starts on the rewards.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -49,9 +48,12 @@ class RolloutPacker:
         """
         self._options, self._recipe, self._rows = options, recipe, rows
         self._devices = row_sharding.row_share(mesh).count
-        self._columns, self._mesh = columns, mesh
+        self._columns = columns
         self._packer: Packer | None = None
         self._of_ends: Packer | None = None
+        self._spans = jax.jit(sharding.on(mesh, layouts.spans))
+        order = functools.partial(minibatches, rows=rows, recipe=recipe)
+        self._order = jax.jit(lambda key: order(shuffle_key(key)))
 
     def __call__(self, rollout: Rollout, *, key: Array) -> RolloutPacking | None:
         """Waits for a rollout and returns its packing; None keeps it padded."""
@@ -76,15 +78,6 @@ class RolloutPacker:
         if self._packer is None:
             return {}
         return {"packing": self._packer.summary()}
-
-    @functools.cached_property
-    def _spans(self) -> Callable[[Rollout], Array]:
-        return jax.jit(sharding.on(self._mesh, layouts.spans))
-
-    @functools.cached_property
-    def _order(self) -> Callable[[Array], Array]:
-        order = functools.partial(minibatches, rows=self._rows, recipe=self._recipe)
-        return jax.jit(lambda key: order(shuffle_key(key)))
 
     def _best(self, forms: list[Form], lengths: Any) -> Packer:
         return Packer(best_form(forms, lengths), sample=lengths)

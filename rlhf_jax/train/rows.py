@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rlhf_jax.algorithms.flow.teacher import TeacherPrompts
     from rlhf_jax.data.turns import TurnEncoder
     from rlhf_jax.environments.pool import EnvironmentPool
-    from rlhf_jax.train.environment.sampler import EpisodeSampler
+    from rlhf_jax.environments.sampler import EpisodeSampler
 
 
 class ReadRows(NamedTuple):
@@ -99,7 +99,7 @@ class Responder:
         self._opened = None
         if config.sampler.environment is not None:
             # Imported here because other runs need no environment.
-            from rlhf_jax.train.environment.sampler import OpenedEnvironment
+            from rlhf_jax.train.rollouts.environment import OpenedEnvironment
 
             self._opened = OpenedEnvironment(
                 config.sampler.environment,

@@ -413,7 +413,7 @@ def run_stage(
         # and scored when they are taken. Episodes are always played to their end.
         late = jax.process_count() > 1 and loop.episodes is None
         queue = RolloutQueue(
-            loop.draw_there if late else loop.draw_ahead,
+            loop.sampler.draw_there if late else loop.draw_ahead,
             hand_over=loop.sampler.hand_over,
             request=loop.request,
             staleness=config.staleness,

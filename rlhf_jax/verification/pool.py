@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -25,11 +25,10 @@ from rlhf_jax.roles.rewards import text, verifiers
 from rlhf_jax.roles.rewards.scores import OnFailure, Scores
 from rlhf_jax.roles.rewards.text import Row, Texts
 from rlhf_jax.roles.rewards.transcripts import Decode, Prompt, Responses
-from rlhf_jax.roles.rewards.verifiers import Verifier
+from rlhf_jax.roles.rewards.verifiers import Judged, Verifier
 from rlhf_jax.verification import user_objects, worker
-from rlhf_jax.verification.user_objects import Failure
-from rlhf_jax.verification.worker import Answer
-from rlhf_jax.verification.workers import Ended, Workers
+from rlhf_jax.verification.worker import Failed
+from rlhf_jax.verification.workers import Workers
 
 
 class VerifierPool(contextlib.AbstractContextManager[Any]):
@@ -66,6 +65,8 @@ class VerifierPool(contextlib.AbstractContextManager[Any]):
         user_objects.check_options(timeout=timeout, on_failure=on_failure)
         self.timeout, self.on_failure = timeout, on_failure
         self.counts = verifiers.counted(verifier)
+        taken = ("failed", "timed_out")  # by `Pending.collect`
+        user_objects.check_counts(self.counts, taken=taken, of="verifier")
         self._workers = Workers(
             user_objects.pickled(verifier, kind="verifier"),
             of="that verify",
@@ -100,7 +101,7 @@ class VerifierPool(contextlib.AbstractContextManager[Any]):
         """
         futures = [
             self._workers.submit(worker.verify, *one, timeout=self.timeout)
-            for one in zip(*texts.lists, strict=True)
+            for one in zip(texts.prompts, texts.responses, texts.rows, strict=True)
         ]
         return Pending(self, texts, futures)
 
@@ -131,7 +132,7 @@ class Pending:
 
     pool: VerifierPool
     texts: Texts
-    futures: Sequence[Future[Answer]]
+    futures: Sequence[Future[Judged | Failed]]
 
     def done(self) -> bool:
         """Whether `collect` would return without waiting."""
@@ -150,57 +151,50 @@ class Pending:
           StopError: a response could not be verified and `on_failure` is "stop", with
             the prompt; or the verifier cannot be imported.
         """
-        answers: list[Answer] = []
+        pool, names = self.pool, self.pool.counts
+        results: list[Judged] = []
+        failures: dict[int, Failed] = {}  # by place
+        none = Judged(0.0, dict.fromkeys(names, 0.0))
         try:
             for place, future in enumerate(self.futures):
-                answers.append(answer := _answer(future))
-                user_objects.require(
-                    answer.why,
-                    imported=answer.imported,
-                    of="verifier",
-                    where=self.texts.show_both(place),
-                    case="a response",
-                    stop=self.pool.on_failure == "stop",
-                )
+                result = future.result()
+                if isinstance(result, Failed):
+                    failed = result._replace(where=self.texts.show_both(place))
+                    stop = pool.on_failure == "stop"
+                    user_objects.require(
+                        failed, of="verifier", case="a response", stop=stop
+                    )
+                    failures[place], result = failed, none
+                results.append(result)
         finally:
             for future in self.futures:
                 future.cancel()
-        leave_out = self.pool.on_failure == "leave_out"
+        leave_out = pool.on_failure == "leave_out"
         become = "are left out" if leave_out else "score 0"
         user_objects.warn(
-            [
-                Failure(answer.why, self.texts.show_both(place))
-                for place, answer in enumerate(answers)
-                if answer.why
-            ],
-            num_rows=len(answers),
+            failures.values(),
+            num_rows=len(results),
             rows=f"responses could not be verified and {become}",
             of="verifier",
         )
         # NumPy arrays: JAX would wait for the devices' current work.
-        failed: Any = np.array([bool(answer.why) for answer in answers], bool)
-        none = (0.0,) * len(self.pool.counts)
-        counted = [answer.counts or none for answer in answers]
+        left_out: Any = np.zeros(len(results), bool)
+        timed_out: Any = np.zeros(len(results), np.float32)
+        for place, failed in failures.items():
+            left_out[place], timed_out[place] = True, failed.timed_out
         return Scores(
-            total=_floats(answer.score for answer in answers),
+            total=_floats(result.score for result in results),
             parts={
-                "failed": failed.astype(np.float32),
-                "timed_out": _floats(answer.timed_out for answer in answers),
+                "failed": left_out.astype(np.float32),
+                "timed_out": timed_out,
                 **{
-                    name: _floats(counts[at] for counts in counted)
-                    for at, name in enumerate(self.pool.counts)
+                    name: _floats(result.counts[name] for result in results)
+                    for name in names
                 },
             },
-            left_out=failed if leave_out else None,
+            left_out=left_out if leave_out else None,
         )
 
 
-def _answer(future: Future[Answer]) -> Answer:
-    try:
-        return future.result()
-    except Ended as ended:
-        return Answer(0.0, ended.why, timed_out=ended.timed_out)
-
-
-def _floats(numbers: Any) -> Any:
+def _floats(numbers: Iterable[float]) -> Any:
     return np.fromiter(numbers, np.float32)

@@ -6,12 +6,13 @@ import pickle
 import re
 import sys
 import types
-from collections.abc import Iterable
-from typing import Any, NamedTuple, get_args
+from collections.abc import Iterable, Sequence
+from typing import Any, get_args
 
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.roles.rewards.scores import OnFailure
+from rlhf_jax.verification.worker import Failed
 
 _NUMBER = re.compile(r"\d+")
 
@@ -20,6 +21,16 @@ def check_options(*, timeout: float, on_failure: OnFailure) -> None:
     """Checks the options of a pool; InputError names the one that is not valid."""
     checks.positive(timeout=timeout)
     checks.one_of(on_failure=on_failure, among=get_args(OnFailure))
+
+
+def check_counts(counts: Sequence[str], *, taken: Sequence[str], of: str) -> None:
+    """Raises InputError if a count has the name of a figure that every `of` has."""
+    taken = (*taken, "left_out")  # by `scores.part_stats`
+    if same := sorted({*counts} & {*taken}):
+        raise InputError(
+            f"expected names of counts other than {', '.join(same)}, which every {of} "
+            f"has; choose others"
+        )
 
 
 def pickled(value: Any, *, kind: str) -> bytes:
@@ -49,60 +60,46 @@ def pickled(value: Any, *, kind: str) -> bytes:
     return data
 
 
-def require(
-    why: str, *, imported: bool, of: str, where: str, case: str, stop: bool
-) -> None:
+def require(failed: Failed, *, of: str, case: str, stop: bool) -> None:
     """Raises StopError if the object cannot be imported or a failure stops the run.
 
     Args:
-      why: why a call failed, such as "raised KeyError: 'gold'"; "" if it succeeded.
-      imported: whether the object could be imported.
       of: what was called, such as "verifier".
-      where: the case, such as "prompt 'Hi' (row 3) and response 'Yo'".
       case: what fails, such as "a response".
       stop: whether any failure stops the run.
     """
-    if not imported:
+    if failed.imported and not stop:
+        return
+    if failed.imported:
+        remedy = (
+            f" for {failed.where}; mend it, or let such {case} be left out"
+            " (on_failure='leave_out')"
+        )
+    else:
         remedy = (
             "; expected one that the processes of the pool can import, so set"
             " PYTHONPATH, or mend its module"
         )
-    elif why and stop:
-        remedy = (
-            f" for {where}; mend it, or let such {case} be left out"
-            " (on_failure='leave_out')"
-        )
-    else:
-        return
-    raise StopError(f"the {of} {why}{remedy}")
+    raise StopError(f"the {of} {failed.why}{remedy}")
 
 
-class Failure(NamedTuple):
-    """Why a call has no result."""
-
-    why: str  # "raised KeyError: 'gold'"
-    where: str  # "prompt 'Hi' (row 3) and response 'Yo'"
-
-    @property
-    def kind(self) -> str:
-        """Groups failures: `why` before its colon, with numbers replaced by N."""
-        return _NUMBER.sub("N", self.why.partition(":")[0])
-
-
-def warn(failures: Iterable[Failure], *, num_rows: int, rows: str, of: str) -> None:
+def warn(failures: Iterable[Failed], *, num_rows: int, rows: str, of: str) -> None:
     """Prints the count and first case of each kind of failure on standard error.
+
+    Failures of a kind have the same `why` up to its colon, but for numbers.
 
     Args:
       num_rows: rows of the batch.
       rows: what the rows are and what happens to them: "responses are left out".
       of: what failed, such as "verifier".
     """
-    kinds: dict[str, list[Failure]] = {}
-    for failure in failures:
-        kinds.setdefault(failure.kind, []).append(failure)
-    for alike in kinds.values():
-        why, where = alike[0]
+    kinds: dict[str, list[Failed]] = {}
+    for failed in failures:
+        kind = _NUMBER.sub("N", failed.why.partition(":")[0])
+        kinds.setdefault(kind, []).append(failed)
+    for first, *others in kinds.values():
         print(
-            f"warning: {len(alike)} of {num_rows} {rows}; the {of} {why} for {where}",
+            f"warning: {1 + len(others)} of {num_rows} {rows}; the {of} {first.why} "
+            f"for {first.where}",
             file=sys.stderr,
         )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
-import functools
 import math
 import multiprocessing
 import os
@@ -23,13 +22,13 @@ import types
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from rlhf_jax.roles.rewards import verifiers
+from rlhf_jax.roles.rewards.verifiers import Judged, Verifier
 from rlhf_jax.runs import stops
 
 GRACE_SECONDS = 2.0  # time for a worker to end by itself
-Result = TypeVar("Result")
 
 
 class Kind(enum.Enum):
@@ -38,18 +37,7 @@ class Kind(enum.Enum):
     READY = enum.auto()  # the object has been imported
     BEGUN = enum.auto()
     RESULT = enum.auto()
-    TIMED_OUT = enum.auto()
-    ERROR = enum.auto()  # the call could not be unpickled or run
-
-
-class Answer(NamedTuple):
-    """A verifier's score of one response, or why there is none."""
-
-    score: float
-    why: str  # "" unless the call failed
-    timed_out: bool = False
-    imported: bool = True  # False if the verifier itself could not be imported
-    counts: tuple[float, ...] = ()  # in the order of the verifier's own `counts`
+    ERROR = enum.auto()  # the call could not be unpickled
 
 
 class Rejected(Exception):
@@ -63,8 +51,16 @@ class Terminated(BaseException):
 class Failed(NamedTuple):
     """Why a call in a worker has no result."""
 
-    why: str
+    why: str  # "raised KeyError: 'gold'"
     imported: bool = True  # False if the object could not be imported
+    timed_out: bool = False
+    status: int | None = None  # exit status of the process, if it ended by itself
+    where: str = ""  # for messages: "prompt 'Hi' (row 3) and response 'Yo'"
+
+
+def late(seconds: float) -> Failed:
+    """Why a call that exceeds its time limit has no result."""
+    return Failed(f"took longer than {seconds:g} s", timed_out=True)
 
 
 class Spawned(SpawnProcess):
@@ -103,21 +99,21 @@ def serve(pickled: bytes, link: Connection, several: bool) -> None:
     """Serves calls until the parent or a signal ends this process.
 
     Args:
-      pickled: the user object, which functions get before their own arguments.
+      pickled: the user object, the first argument of every function.
       link: delivers (number, pickled function and arguments, timeout in seconds).
       several: functions are coroutine functions, and calls run concurrently.
     """
-    _prepare(pickled)
+    loaded = _prepared(pickled)
     try:
         link.send((Kind.READY, 0, None))
         if several:
-            asyncio.run(_serve_several(pickled, link))
+            asyncio.run(_serve_several(loaded, link))
         while not several:
             number, data, _ = link.recv()  # `workers` ends a call that takes too long
             link.send((Kind.BEGUN, number, None))
             try:
                 function, args = pickle.loads(data)
-                result = Kind.RESULT, function(pickled, *args)
+                result = Kind.RESULT, _call(loaded, function, args)
             except Exception as error:
                 result = Kind.ERROR, shown(error)
             link.send((result[0], number, result[1]))
@@ -126,7 +122,7 @@ def serve(pickled: bytes, link: Connection, several: bool) -> None:
     os._exit(1)
 
 
-async def _serve_several(pickled: bytes, link: Connection) -> None:
+async def _serve_several(loaded: Any, link: Connection) -> None:
     """Serves concurrent calls until SIGTERM, which cancels those under way."""
     loop, tasks = asyncio.get_running_loop(), dict[int, asyncio.Task[None]]()
 
@@ -135,9 +131,9 @@ async def _serve_several(pickled: bytes, link: Connection) -> None:
         try:
             function, args = pickle.loads(data)
             async with asyncio.timeout(seconds):
-                result = Kind.RESULT, await function(pickled, *args)
+                result = Kind.RESULT, await _call_async(loaded, function, args)
         except TimeoutError:
-            result = Kind.TIMED_OUT, None
+            result = Kind.RESULT, late(seconds)
         except Exception as error:
             result = Kind.ERROR, shown(error)
         with contextlib.suppress(OSError):  # the parent has closed the link
@@ -162,29 +158,32 @@ async def _serve_several(pickled: bytes, link: Connection) -> None:
     await ends.wait()
 
 
-def _prepare(pickled: bytes) -> None:
+def _prepared(pickled: bytes) -> Any:
     """Imports the object before the first call, so that no time limit includes it.
 
     From here on the worker ends with its parent, however the parent ends.
+
+    Returns:
+      The object, or `Failed`, which is then the result of every call.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     signal.signal(signal.SIGTERM, _terminate)
     stops.sent_again({Terminated: signal.SIGTERM})
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    with contextlib.suppress(BaseException):  # the first call reports it
-        _loaded(pickled)
+    try:
+        return pickle.loads(pickled)
+    except BaseException as error:  # SystemExit too
+        return Failed(f"could not be imported: {shown(error)}", imported=False)
 
 
-def call(pickled: bytes, use: Callable[[Any], Result]) -> Result | Failed:
-    """Returns `use(object)` of the pickled object, or why it raised."""
+def _call(loaded: Any, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Returns `function(loaded, *args)`, or `Failed` if it raised."""
     global _working
+    if isinstance(loaded, Failed):
+        return loaded
     try:
         _working = True
-        try:
-            loaded = _loaded(pickled)
-        except (Exception, SystemExit) as error:
-            return Failed(f"could not be imported: {shown(error)}", imported=False)
-        return use(loaded)
+        return function(loaded, *args)
     except Terminated:
         os._exit(1)
     except BaseException as error:  # SystemExit too; an error need not be picklable
@@ -193,16 +192,14 @@ def call(pickled: bytes, use: Callable[[Any], Result]) -> Result | Failed:
         _working = False
 
 
-async def call_several(
-    pickled: bytes, use: Callable[[Any], Awaitable[Result]]
-) -> Result | Failed:
-    """Awaits `use(object)` of the pickled object; returns why if it raised."""
+async def _call_async(
+    loaded: Any, function: Callable[..., Awaitable[Any]], args: Sequence[Any]
+) -> Any:
+    """Runs `_call` for a coroutine function."""
+    if isinstance(loaded, Failed):
+        return loaded
     try:
-        loaded = _loaded(pickled)
-    except (Exception, SystemExit) as error:
-        return Failed(f"could not be imported: {shown(error)}", imported=False)
-    try:
-        return await use(loaded)
+        return await function(loaded, *args)
     except BaseException as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
@@ -217,24 +214,16 @@ def _failed(error: BaseException) -> Failed:
 
 
 def verify(
-    pickled: bytes, prompt: str, response: str, row: Mapping[str, Any]
-) -> Answer:
-    """Scores one response with a pickled verifier; runs in a worker."""
-
-    def judged(verifier: Any) -> Answer:
-        score, counts = verifiers.judged(verifier, prompt, response, row)
-        names = verifiers.counted(verifier)
-        return Answer(number(score), "", counts=counted(counts, names))
-
-    returned = call(pickled, judged)
-    if isinstance(returned, Failed):
-        return Answer(0.0, returned.why, imported=returned.imported)
-    return returned
+    verifier: Verifier, prompt: str, response: str, row: Mapping[str, Any]
+) -> Judged:
+    """Scores one response, in a worker; `Rejected` unless all numbers are finite."""
+    score, counts = verifiers.judged(verifier, prompt, response, row)
+    return Judged(number(score), counted(counts, verifiers.counted(verifier)))
 
 
-def counted(counts: Mapping[str, Any], names: Sequence[str]) -> tuple[float, ...]:
+def counted(counts: Mapping[str, Any], names: Sequence[str]) -> dict[str, float]:
     """Returns the user's counts in the order of `names`; `Rejected` as `number`."""
-    return tuple(number(counts[name], called=name) for name in names)
+    return {name: number(counts[name], called=name) for name in names}
 
 
 def number(returned: Any, *, called: str = "score") -> float:
@@ -271,8 +260,3 @@ def _end_with_parent() -> None:
     os.kill(os.getpid(), signal.SIGTERM)  # the main thread handles it and cleans up
     time.sleep(GRACE_SECONDS)
     os._exit(1)
-
-
-@functools.lru_cache(maxsize=1)
-def _loaded(pickled: bytes) -> Any:
-    return pickle.loads(pickled)

@@ -27,19 +27,11 @@ from multiprocessing import connection
 from typing import Any
 
 from rlhf_jax.functional import checks
-from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.functional.checks import StopError
 from rlhf_jax.verification import worker
+from rlhf_jax.verification.worker import Failed
 
 STARTS = 3  # the pool gives up when this many processes in a row fail to start
-
-
-class Ended(Exception):
-    """A call has no result: it took too long, or its process ended."""
-
-    def __init__(self, why: str, *, timed_out: bool = False, status: int | None = None):
-        super().__init__(why)
-        self.why, self.timed_out = why, timed_out
-        self.status = status  # exit status of a process that ended by itself
 
 
 @dataclasses.dataclass(eq=False)
@@ -47,6 +39,7 @@ class _Call:
     number: int
     data: bytes  # pickled function and arguments
     timeout: float
+    then: Callable[[Any], Any]
     future: Future[Any]
     deaths: int = 0  # processes that died after they had begun this call
     deadline: float = float("inf")  # of `time.monotonic`; finite once it has begun
@@ -76,10 +69,15 @@ class _Process:
             self._worker.kill()
         return not self._worker.is_alive()
 
-    def status(self) -> int | None:
+    def status(self) -> int:
         """The exit status of a process whose link has ended."""
         self._worker.join(worker.GRACE_SECONDS)
-        return self._worker.exitcode
+        if self._worker.is_alive():  # it has closed the link
+            self._worker.kill()
+            self._worker.join()
+        status = self._worker.exitcode
+        assert status is not None
+        return status
 
 
 class Workers(contextlib.AbstractContextManager[Any]):
@@ -106,13 +104,9 @@ class Workers(contextlib.AbstractContextManager[Any]):
         """
         if num_workers is None:
             num_workers = os.cpu_count() or 1
-        checks.positive(num_workers=num_workers, in_flight=in_flight)
-        if num_workers != int(num_workers):
-            raise InputError(
-                f"num_workers: expected a whole number, got {num_workers}; choose one"
-            )
+        checks.at_least_one(num_workers=num_workers)
         self._pickled, self._of = pickled, of
-        self._num_workers, self._in_flight = int(num_workers), in_flight
+        self._num_workers, self._in_flight = num_workers, in_flight
         self._lock = threading.Lock()
         self._waiting: collections.deque[_Call] = collections.deque()
         self._cancelled: list[int] = []
@@ -127,17 +121,22 @@ class Workers(contextlib.AbstractContextManager[Any]):
         self.close()
 
     def submit(
-        self, function: Callable[..., Any], *args: Any, timeout: float
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float,
+        then: Callable[[Any], Any] = lambda result: result,
     ) -> Future[Any]:
         """Starts a call and returns at once.
 
         Args:
-          function: called with the pickled user object and `args`; a coroutine function
-            if `in_flight` is above 1.
+          function: called with the user object and `args`; a coroutine function if
+            `in_flight` is above 1.
           timeout: seconds, from when a process begins the call.
+          then: called in this process with the function's result, or with `Failed`.
 
         Returns:
-          A future of the function's result, which raises `Ended` if there is none.
+          A future of what `then` returns, by default its argument, or raises.
           Cancelling the future ends a running call.
 
         Raises:
@@ -151,7 +150,7 @@ class Workers(contextlib.AbstractContextManager[Any]):
             if self._broken is not None:
                 raise self._broken
             self._numbers += 1
-            call = _Call(self._numbers, data, timeout, Future())
+            call = _Call(self._numbers, data, timeout, then, Future())
             self._waiting.append(call)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, daemon=True)
@@ -229,12 +228,8 @@ class Workers(contextlib.AbstractContextManager[Any]):
             call.deadline = time.monotonic() + call.timeout + grace
             return
         del process.calls[number]
-        if kind is worker.Kind.RESULT:
-            _set(call.future, value)
-        elif kind is worker.Kind.TIMED_OUT:
-            _set(call.future, _late(call))
-        else:
-            _set(call.future, self._error(value))
+        broken = kind is worker.Kind.ERROR
+        _set(call, self._error(value) if broken else value)
 
     def _lost(self, process: _Process) -> None:
         """Fails or repeats the calls of a process that has ended by itself."""
@@ -249,7 +244,7 @@ class Workers(contextlib.AbstractContextManager[Any]):
             if len(begun) == 1 or call.deaths > 1:
                 del process.calls[call.number]
                 why = f"ended its process (status {status})"
-                _set(call.future, Ended(why, status=status))
+                _set(call, Failed(why, status=status))
         self._end(process)
         if self._failed_starts >= STARTS:
             self._give_up(f"{STARTS} in a row ended as they started (status {status})")
@@ -260,7 +255,7 @@ class Workers(contextlib.AbstractContextManager[Any]):
             late = [call for call in process.calls.values() if call.deadline < now]
             for call in late:
                 del process.calls[call.number]
-                _set(call.future, _late(call))
+                _set(call, worker.late(call.timeout))
             if late:
                 for call in process.calls.values():
                     call.deaths += call.deadline < float("inf")
@@ -323,19 +318,19 @@ class Workers(contextlib.AbstractContextManager[Any]):
             self._broken = broken
             left, self._waiting = self._waiting, collections.deque()
         for call in left:
-            _set(call.future, broken)
+            _set(call, broken)
 
     def _error(self, why: str) -> StopError:
         return StopError(f"the processes {self._of} do not work: {why}")
 
 
-def _late(call: _Call) -> Ended:
-    return Ended(f"took longer than {call.timeout:g} s", timed_out=True)
-
-
-def _set(future: Future[Any], value: Any) -> None:
+def _set(call: _Call, value: Any) -> None:
     with contextlib.suppress(InvalidStateError):  # cancelled meanwhile
-        if isinstance(value, Exception):
-            future.set_exception(value)
+        try:
+            if isinstance(value, StopError):
+                raise value
+            result = call.then(value)
+        except Exception as error:  # of any type, or the caller waits forever
+            call.future.set_exception(error)
         else:
-            future.set_result(value)
+            call.future.set_result(result)

@@ -31,7 +31,7 @@ def test_calls_wait_beside_each_other(pool):
     (begun,) = pool.reset([{"prompt": "a"}])
     assert (begun.prompt, pickle.loads(begun.state)) == ("a", 0)
     answers = answers_to(pool, *["meet 40"] * 40)
-    assert [answer.why for answer in answers] == [""] * 40
+    assert [answer.failure for answer in answers] == [None] * 40
     assert len({answer.observation for answer in answers}) == 1  # a process
     assert {pickle.loads(answer.state) for answer in answers} == {1}
 
@@ -47,9 +47,9 @@ def test_calls_wait_beside_each_other(pool):
 )
 def test_a_failure_ends_its_call_alone(pool, response, why):
     one, failed, other = answers_to(pool, "nap", response, "nap")
-    assert (failed.why, failed.timed_out) == (why, False)
+    assert (failed.failure.why, failed.failure.timed_out) == (why, False)
     assert one == other
-    assert one.why == ""
+    assert one.failure is None
 
 
 @pytest.mark.slow
@@ -57,7 +57,8 @@ def test_a_call_that_hangs_is_ended_and_its_process_goes_on():
     with EnvironmentPool(Slow(), num_workers=1, timeout=0.5) as pool:
         one, hangs, other = answers_to(pool, "nap", "hang", "nap")
         (after,) = answers_to(pool, "a")
-    assert (hangs.why, hangs.timed_out) == ("took longer than 0.5 s", True)
+    failure = hangs.failure
+    assert (failure.why, failure.timed_out) == ("took longer than 0.5 s", True)
     assert one.observation == other.observation == after.observation
 
 
@@ -66,9 +67,9 @@ def test_calls_of_a_process_that_ends_are_asked_again():
     """Each is then called alone, which shows the call that ended the process."""
     with EnvironmentPool(Slow(), num_workers=1, timeout=60.0) as pool:
         answers = answers_to(pool, "nap", "die", "nap", "die", "nap")
-    assert [answer.why for answer in answers] == [
-        *("", "ended its process (status 3)", ""),
-        *("ended its process (status 3)", ""),
+    assert [answer.failure and answer.failure.why for answer in answers] == [
+        *(None, "ended its process (status 3)", None),
+        *("ended its process (status 3)", None),
     ]
 
 
@@ -77,9 +78,9 @@ def test_a_call_that_blocks_its_process_is_ended(monkeypatch):
     monkeypatch.setattr(worker, "GRACE_SECONDS", 0.5)
     with EnvironmentPool(Slow(), num_workers=1, timeout=1.0) as pool:
         blocks, other = pool.step(START, "block"), pool.step(START, "nap")
-        assert blocks.result().why == "took longer than 1 s"
-        assert blocks.result().timed_out
-        assert other.result().why == ""
+        assert blocks.result().failure.why == "took longer than 1 s"
+        assert blocks.result().failure.timed_out
+        assert other.result().failure is None
 
 
 def test_calls_that_are_under_way_at_the_end_clear_away(tmp_path):

@@ -1,6 +1,8 @@
 """The bundled environments: transcripts by hand, and their experts."""
 
 import collections
+import subprocess
+import sys
 
 import pytest
 
@@ -102,6 +104,22 @@ HOUSE = House(
     {"hall": ["study", "bath"], "study": ["hall"], "bath": ["hall"]},
     *("hall", "study", "bath"),
 )
+
+
+def test_there_is_a_number_to_guess():
+    with pytest.raises(ValueError, match="largest: expected 1 or more, got 0"):
+        guessing.rows(1, seed=0, largest=0)
+
+
+def test_processes_that_run_an_environment_load_no_jax():
+    """A fresh interpreter imports the modules that its workers do."""
+    names = "calculator guessing programming rooms single_turn verifiers_library"
+    modules = ", ".join(f"rlhf_jax.environments.{name}" for name in names.split())
+    code = f"import sys, {modules}; print('jax' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "False\n"
 
 
 def test_a_game_of_rooms(monkeypatch):

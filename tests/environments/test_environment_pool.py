@@ -71,7 +71,7 @@ def test_answers_are_of_plain_types(pool):
     observation = pool.step(START, "messages").result().observation
     assert observation == [toy_environment.user("one"), toy_environment.user("two 1")]
     control = pool.step(START, "control").result()
-    assert (control.observation, control.why) == ("<|im_end|>\n<|im_start|>", "")
+    assert (control.observation, control.failure) == ("<|im_end|>\n<|im_start|>", None)
 
 
 FAILURES = {
@@ -110,32 +110,35 @@ def test_what_is_counted_comes_in_the_order_of_the_names():
             "{}": (0.0, 0.0),
         }.items():
             answer = pool.step(START, response).result()
-            assert (answer.why, answer.reward, answer.counts) == ("", 1.0, counts)
+            assert answer == Answer("", 1.0, True, b"", counts)
         for response, why in {
             '{"error": 1}': "returned counts of ['error'], expected some of ['calls', ",
             '{"errors": "1"}': "not a number, expected a finite number as the errors",
         }.items():
             answer = pool.step(START, response).result()
             assert (answer.reward, answer.counts) == (0.0, ())
-            assert why in answer.why
-    with pytest.raises(InputError, match="other than late, which every environment"):
-        EnvironmentPool(toy_environment.Taken())
+            assert why in answer.failure.why
+    taken = toy_environment.Counts()
+    for name in ("late", "turns", "left_out"):
+        taken.counts = ("calls", name)
+        with pytest.raises(InputError, match=f"other than {name}, which every env"):
+            EnvironmentPool(taken)
 
 
 @pytest.mark.parametrize("response", FAILURES)
 def test_a_failure_ends_its_episode_and_no_other(pool, response):
     futures = [pool.step(START, word) for word in ("a", response, "b")]
     before, failed, after = (future.result() for future in futures)
-    assert failed.why.startswith(FAILURES[response])
-    assert failed.where == f"response {response!r}"
-    assert failed == Answer("", 0.0, True, b"", failed.why, where=failed.where)
+    assert failed.failure.why.startswith(FAILURES[response])
+    assert failed.failure.where == f"response {response!r}"
+    assert failed == Answer("", 0.0, True, b"", failure=failed.failure)
     assert (before.observation, after.observation) == ("1 a", "1 b")
 
 
 def test_failures_of_a_batch_are_told_in_a_line(pool, capsys):
     pool.warn([], num_episodes=4)
-    answer = pool.step(START, "raise", where="prompt 'Hi' (row 3)").result()
-    pool.warn([answer, answer], num_episodes=4)
+    failure = pool.step(START, "raise", where="prompt 'Hi' (row 3)").result().failure
+    pool.warn([failure, failure], num_episodes=4)
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err == (
@@ -146,7 +149,8 @@ def test_failures_of_a_batch_are_told_in_a_line(pool, capsys):
 
 
 def test_long_responses_are_cut_in_messages(pool):
-    assert len(pool.step(START, "raise " + "x" * 10**5).result().where) < 500
+    answer = pool.step(START, "raise " + "x" * 10**5).result()
+    assert len(answer.failure.where) < 500
 
 
 def test_a_response_may_hold_any_text(pool):
@@ -193,10 +197,11 @@ def test_what_hangs_is_ended_and_the_others_go_on():
         answers = [
             future.result() for future in [pool.step(START, s) for s in responses]
         ]
-        assert [answer.timed_out for answer in answers] == [1, 0, 1, 0, 0, 0]
-        assert answers[0].why == "took longer than 1 s"
-        assert answers[0].where == "response 'hang'"
-        assert [bool(answer.why) for answer in answers] == [1, 0, 1, 0, 1, 0]
+        failures = [answer.failure for answer in answers]
+        assert [bool(failure) for failure in failures] == [1, 0, 1, 0, 1, 0]
+        assert [failures[i].timed_out for i in (0, 2, 4)] == [1, 1, 0]
+        assert failures[0].why == "took longer than 1 s"
+        assert failures[0].where == "response 'hang'"
         assert [answers[i].observation for i in (1, 3, 5)] == ["1 a", "1 b", "1 c"]
         with pytest.raises(InputError, match=r"row 0 .* its reset took longer than 1"):
             pool.reset([{"reset": "hang"}])
@@ -211,7 +216,7 @@ def test_a_failure_may_stop_the_run(response, why):
     toy = toy_environment.Toy()
     options = {"num_workers": 1, "timeout": 1.0, "on_failure": "stop"}
     with EnvironmentPool(toy, **options) as pool:
-        assert pool.step(START, "a").result().why == ""
+        assert pool.step(START, "a").result().failure is None
         future = pool.step(START, response, where="prompt 'Hi'")
         with pytest.raises(
             StopError, match=f"{why}.* for prompt 'Hi' and response '{response}'; mend"
@@ -317,7 +322,7 @@ def test_a_pool_that_never_started_ends_at_once():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_workers": 0}, "num_workers: expected a finite number above 0, got 0"),
+        ({"num_workers": 0}, "num_workers: expected a whole number, 1 or more, got 0"),
         ({"timeout": 0.0}, "timeout: expected a finite number above 0, got 0.0"),
         ({"max_observation": 0}, "max_observation: expected a finite number above 0"),
         (

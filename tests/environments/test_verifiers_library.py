@@ -42,14 +42,14 @@ def test_a_single_turn():
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "2+3?"},
     ]
-    assert (right.reward, right.done, right.why) == (1.0, True, "")
+    assert (right.reward, right.done, right.failure) == (1.0, True, None)
     assert play(toy_verifiers.single, "6")[1][0].reward == 0.0
 
 
 def test_several_turns_with_a_state_of_their_own():
     prompt, answers = play(toy_verifiers.echo, "hi", "so", "bye")
     assert prompt == [{"role": "user", "content": "Talk."}]
-    assert [answer.why for answer in answers] == [""] * 3
+    assert [answer.failure for answer in answers] == [None] * 3
     assert answers[0].observation == [{"role": "user", "content": "1 hi"}]
     assert answers[1].observation == [{"role": "user", "content": "2 so"}]
     assert answers[2].reward == pytest.approx(1 + 0.1 * 5)
@@ -68,7 +68,7 @@ def test_its_stop_conditions_end_an_episode():
 
 def test_an_environment_that_raises_is_a_failure():
     _, [answer] = play(toy_verifiers.echo, "raise")
-    assert answer.why.startswith("raised KeyError: 'gold' for response")
+    assert answer.failure.why.startswith("raised KeyError: 'gold' for response")
 
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
@@ -85,7 +85,7 @@ def test_tools_are_called_by_text():
 def test_calls_that_are_none_are_answered_with_the_error():
     bad = ["<tool_call>add 2 3</tool_call>", '<tool_call>{"name": "mul"}</tool_call>']
     _, answers = play(toy_verifiers.tools, *bad, tool_role="user")
-    assert [answer.why for answer in answers] == ["", ""]
+    assert [answer.failure for answer in answers] == [None, None]
     assert "Expecting value" in answers[0].observation[0]["content"]
     assert answers[1].observation == [{"role": "user", "content": "'mul'"}]
 

@@ -16,7 +16,7 @@ from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.environments import episodes, places
 
 INT8 = dataclasses.replace(tiny.GPT2, cache="int8")
-MODELS = {"int8": INT8, "mixed": tiny.MIXED, "gpt2": tiny.GPT2}
+MODELS = {"int8": INT8, "mixed": tiny.MIXED, "gpt2": tiny.GPT2, "hybrid": tiny.HYBRID}
 
 
 class Slow(Script):

@@ -314,6 +314,7 @@ OWN = {
         ("--reward=json:nothing", "expected a function nothing in .* no such name"),
         ("--reward=math:pi", "expected a function pi in .*, got float"),
         ("--reward-model=x", "got --reward-model and --reward; put several rewards"),
+        ("--reward=None --rewards left_out=length", "a name other than left_out, as"),
         (
             "--reward=None --reward-model=/nowhere",
             f"error: --reward-model: .* {NO_FOLDER}",

@@ -11,11 +11,10 @@ import toy_files
 import rlhf_jax.train.methods.grpo
 import rlhf_jax.train.methods.reinforce
 from rlhf_jax.environments import places
+from rlhf_jax.environments.programs import EpisodePrograms
 from rlhf_jax.runs import metrics
 from rlhf_jax.train import trainer
-from rlhf_jax.train.environment import sampler
-from rlhf_jax.train.environment.programs import EpisodePrograms
-from rlhf_jax.train.environment.sampler import make_environment
+from rlhf_jax.train.rollouts.environment import make_environment
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 WORDS = ["go", "left", "right", "key", "door", "hall"]
@@ -160,7 +159,7 @@ def test_a_run_on_eight_devices_is_that_of_one(files, behind, meshes, monkeypatc
         replicas.add(programs.shares)
         return programs
 
-    monkeypatch.setattr(sampler, "EpisodePrograms", made)
+    monkeypatch.setattr(f"{make_environment.__module__}.EpisodePrograms", made)
     output = train(files, "eight", *options, *meshes)
     assert replicas == {8 if meshes == EIGHT[0] else 4}
     toy_episodes.assert_same_run(output, expected)

@@ -17,9 +17,9 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import metrics
 from rlhf_jax.train import main, new, sweep, trainer
 from rlhf_jax.train.config.rewards import Verifier
-from rlhf_jax.train.environment.sampler import make_environment
 from rlhf_jax.train.plan import command as plan_command
 from rlhf_jax.train.rewards import make_verifier
+from rlhf_jax.train.rollouts.environment import make_environment
 
 NAMES = {"method": "signs", "reward": "short", "environment": "words", "family": "tall"}
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -234,6 +234,7 @@ URL = "--sampler=http://localhost:9"
         (["--sampler=http://[::1"], "--sampler: expected here, process or http://HOST"),
         (["--sampler=http://h:x"], "--sampler: expected here, process or http://HOST"),
         (["--sampler=http://"], "--sampler: expected here, process or http://HOST"),
+        (["--sampler=htp://h:1"], "--sampler: expected here, process or http://HOST"),
         (
             ["--sampler=process,model=m"],
             "expected weights, timeout, tries, each with = and a",

@@ -10,9 +10,10 @@ import rlhf_jax.train.methods.grpo
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import command_line, metrics
 from rlhf_jax.train.config.rewards import Verifier
-from rlhf_jax.train.environment.sampler import make_environment
 from rlhf_jax.train.rewards import make_verifier
+from rlhf_jax.train.rollouts.environment import make_environment
 from rlhf_jax.verification.code import trial
+from rlhf_jax.verification.isolation import processes
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 NEEDED = ("--out=x", "--model=m", "--prompts=d", "--held-out=h")
@@ -76,7 +77,7 @@ def test_generated_code_runs_where_something_sets_it_apart(own_module, monkeypat
         "verify = PythonTests(seconds=3)\n"
     )
     choice = Verifier("own_code:verify")
-    none = trial.Isolation("none", "no program bwrap")
+    none = processes.Isolation("none", "no program bwrap")
     monkeypatch.setattr(trial, "isolation", lambda: none)
     options = parse("--verifier=own_code:verify").rewards
     assert options.unsafe_verifier is False
@@ -89,7 +90,7 @@ def test_generated_code_runs_where_something_sets_it_apart(own_module, monkeypat
     made = make_verifier(choice, unsafe=options.unsafe_verifier)
     assert (made.seconds, made.unsafe) == (3, True)
     assert make_environment("programming", unsafe=True).tests.unsafe
-    monkeypatch.setattr(trial, "isolation", lambda: trial.Isolation("landlock", ""))
+    monkeypatch.setattr(trial, "isolation", lambda: processes.Isolation("landlock", ""))
     assert make_verifier(choice).unsafe is False
     assert make_environment("programming").tests.unsafe is False
 

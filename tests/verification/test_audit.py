@@ -7,6 +7,7 @@ import pytest
 from rlhf_jax.train import main
 from rlhf_jax.verification.audit import audit
 from rlhf_jax.verification.code import trial
+from rlhf_jax.verification.isolation import processes
 
 ROW = {
     "tests": ["assert add(2, 3) == 5", "assert add(0, 0) == 0"],
@@ -88,9 +89,18 @@ def test_rows_without_tests_or_solutions_are_refused(run, row, words):
     assert words in error
 
 
+@pytest.mark.parametrize("option", ["--num-workers=0", "--num-rows=-1"])
+def test_a_number_of_none_is_refused(run, option):
+    status, _, error = run(ROW, options=(option,))
+    assert status == 2
+    name, _, number = option.partition("=")
+    assert f"{name}: expected" in error
+    assert f"got {number}" in error
+
+
 def test_without_isolation_it_says_how_to_go_on(tmp_path, monkeypatch, capsys):
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROW))
-    none = trial.Isolation("none", "no program bwrap")
+    none = processes.Isolation("none", "no program bwrap")
     monkeypatch.setattr(trial, "isolation", lambda: none)
     with pytest.raises(SystemExit) as ended:
         main.main(["audit-verifier", str(tmp_path / "rows.jsonl")])

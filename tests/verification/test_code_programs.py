@@ -13,7 +13,7 @@ import pytest
 from rlhf_jax.functional.errors import InputError
 from rlhf_jax.verification.audit import audit
 from rlhf_jax.verification.code import trial, verifier
-from rlhf_jax.verification.code.trial import run_tests
+from rlhf_jax.verification.code.trial import Verdict, run_tests
 from rlhf_jax.verification.isolation import processes, ways
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -35,6 +35,7 @@ QUICK = (
     *("an object equal to all", "of int, equal to all", "frames: the results"),
     *("frames: constants of the tests", "json replaced", "palindrome str"),
     *("the codec patched", "the argument emptied, then compared"),
+    *(name for name in CHEATS if name.startswith("the argument emptied, by a")),
 )
 isolated = pytest.mark.skipif(
     trial.isolation().way == "none",
@@ -63,7 +64,7 @@ def test_right_programs_earn_one_or_are_refused(name):
         assert not verdict.right
         assert REFUSED[name] in verdict.why
     else:
-        assert verdict == (len(tests), len(tests), "", False)
+        assert verdict == Verdict(len(tests), len(tests), "")
 
 
 @isolated
@@ -144,7 +145,7 @@ def test_every_way_holds(way, only, tmp_path, monkeypatch):
     """Nothing is left behind, and disk space and files are limited."""
     only(way)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert run_tests(ADD, TESTS, unsafe=True) == (3, 3, "", False)
+    assert run_tests(ADD, TESTS, unsafe=True) == Verdict(3, 3, "")
     bombs = BOMBS if way == "none" else (*BOMBS, "forks", "kills its parent")
     for name in bombs:
         started = time.monotonic()

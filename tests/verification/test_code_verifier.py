@@ -10,7 +10,7 @@ from rlhf_jax import verifiers
 from rlhf_jax.data import json_lines
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.verification.code import trial, verifier
-from rlhf_jax.verification.code.trial import run_tests
+from rlhf_jax.verification.code.trial import Verdict, run_tests
 from rlhf_jax.verification.code.verifier import PythonTests
 from rlhf_jax.verification.isolation import processes
 
@@ -57,7 +57,7 @@ def test_every_test_must_have_run():
     assert run_tests(ADD, ending)[:2] == (0, 3)
     assert run_tests(ADD, ending).suspicious
     failing = [TESTS[0], "assert add(1, 1) == 3, 'no'", TESTS[2]]
-    assert run_tests(ADD, failing) == (1, 3, "AssertionError: no", False)
+    assert run_tests(ADD, failing) == Verdict(1, 3, "AssertionError: no")
 
 
 KEPT_AWAY = {
@@ -161,7 +161,7 @@ def add(a, b):
 @pytest.mark.slow
 def test_what_the_code_may_do(monkeypatch):
     monkeypatch.setenv("SECRET", "1")
-    assert run_tests(ALLOWED, TESTS) == (3, 3, "", False)
+    assert run_tests(ALLOWED, TESTS) == Verdict(3, 3, "")
 
 
 @pytest.mark.slow
@@ -175,7 +175,7 @@ def test_what_the_code_may_do(monkeypatch):
 )
 def test_time_ends(code, why):
     verdict = run_tests(code, TESTS, seconds=1.0)
-    assert verdict == (0, 3, why, False)
+    assert verdict == Verdict(0, 3, why)
     assert verdict.timed_out
 
 

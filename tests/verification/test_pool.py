@@ -322,8 +322,8 @@ def test_a_pool_that_never_started_ends_at_once():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_workers": 0}, "num_workers: expected a finite number above 0, got 0"),
-        ({"num_workers": 1.5}, "num_workers: expected a whole number, got 1.5"),
+        ({"num_workers": 0}, "num_workers: expected a whole number, 1 or more, got 0"),
+        ({"num_workers": 1.5}, "num_workers: expected a whole number, 1 or more, got"),
         ({"timeout": 0.0}, "timeout: expected a finite number above 0, got 0.0"),
         ({"timeout": float("inf")}, "timeout: expected a finite number above 0"),
         (
@@ -348,6 +348,18 @@ def test_a_verifier_may_look_for_main():
     pattern = verifiers.Matches(r'if __name__ == "__main__"')
     with VerifierPool(pattern):
         pass
+
+
+@pytest.mark.parametrize("name", ["failed", "timed_out", "left_out"])
+def test_a_count_has_no_name_of_a_figure_of_every_verifier(name):
+    class Counts:
+        counts = ("calls", name)
+
+        def judge(self, prompt, response, row):
+            raise AssertionError
+
+    with pytest.raises(InputError, match=f"other than {name}, which every verifier"):
+        VerifierPool(Counts())
 
 
 def test_a_verifier_that_cannot_be_sent():

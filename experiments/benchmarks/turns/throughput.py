@@ -42,11 +42,11 @@ from rlhf_jax import decoder
 from rlhf_jax.algorithms.batch import Request
 from rlhf_jax.algorithms.grpo import GRPO
 from rlhf_jax.environments.episodes import Limits
+from rlhf_jax.environments.programs import EpisodePrograms
+from rlhf_jax.environments.sampler import EpisodeSampler
 from rlhf_jax.models.generation.episode_places import Arrivals, Episodes
 from rlhf_jax.runs import command_line
 from rlhf_jax.runs.folder import open_run, write_summary
-from rlhf_jax.train.environment.programs import EpisodePrograms
-from rlhf_jax.train.environment.sampler import EpisodeSampler
 
 
 class Timed(EpisodePrograms):

@@ -210,9 +210,11 @@ def _online(
 
     sample = jax.jit(functools.partial(policy_gradient.sample, recipe=recipe))
 
-    def draw(policy: Params, request: Request) -> tuple[Rollout, dict[str, Scores]]:
+    def draw(
+        policy: Params, request: Request
+    ) -> tuple[Rollout, Callable[[], dict[str, Scores]]]:
         prompts, key, version = request.prompts, request.key, request.version
-        return sample(policy, prompts=prompts, key=key, version=version), {}
+        return sample(policy, prompts=prompts, key=key, version=version), dict
 
     ahead = options.staleness > 0
     return Trainer(

@@ -46,11 +46,7 @@ def fingerprint(params: Params) -> Fingerprint:
 def named(
     params: Params, pairs: Array, *, fetch: Fetch = jax.device_get
 ) -> Fingerprint:
-    """The fingerprint from digests that were computed before.
-
-    Args:
-      fetch: reads an array; `processes.whole` if other processes may have it.
-    """
+    """The fingerprint from digests that were computed before."""
     return of_leaves(
         {
             path: in_hex(pair)

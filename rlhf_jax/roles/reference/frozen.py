@@ -164,11 +164,7 @@ def mesh_of(frozen: Frozen) -> Mesh | None:
 def fingerprint_of(
     frozen: Frozen, *, fetch: Fetch = jax.device_get
 ) -> fingerprint.Fingerprint:
-    """The fingerprint of the stored form, recorded when the model was frozen.
-
-    Args:
-      fetch: as in `fingerprint.named`.
-    """
+    """The fingerprint of the stored form, recorded when the model was frozen."""
     return fingerprint.named(frozen.stored, frozen.stored_digests, fetch=fetch)
 
 
@@ -178,9 +174,6 @@ def source_fingerprint_of(
     """The fingerprint of the parameters that were frozen, before they were stored.
 
     Leaves are numbered if they had another structure, as those of a stored model.
-
-    Args:
-      fetch: as in `fingerprint.named`.
     """
     tree = jax.tree.map(lambda leaf: 0, frozen.stored, is_leaf=leaves.is_stored)
     count = len(frozen.source_digests)
@@ -191,9 +184,6 @@ def source_fingerprint_of(
 
 def verify(frozen: Frozen, *, fetch: Fetch = jax.device_get) -> None:
     """Computes the digests again and compares them with those recorded at freezing.
-
-    Args:
-      fetch: as in `fingerprint.named`.
 
     Raises:
       ReferenceMovedError: they differ; names the leaves.

@@ -37,11 +37,6 @@ class Texts:
     rows: list[Row]
     index: HostArray  # i32[B], row of the data set
 
-    @property
-    def lists(self) -> tuple[list[Prompt], list[str], list[Row]]:
-        """The arguments of a function of texts."""
-        return self.prompts, self.responses, self.rows
-
     def only(self, place: int) -> Texts:
         """The record of one response."""
         at = slice(place, place + 1)
@@ -115,7 +110,7 @@ class TextReward:
         returned, error = self._call(texts)
         if error is not None:
             self._refuse(texts, error)
-        return _Returned(self.called, texts).scores(returned)
+        return self._scores(returned, texts)
 
     def _call(self, texts: Texts) -> tuple[Any, BaseException | None]:
         """Calls the function on copies; returns its result, and its error if any."""
@@ -127,78 +122,51 @@ class TextReward:
             return None, error
 
     def _refuse(self, texts: Texts, error: BaseException) -> NoReturn:
+        size = len(texts.prompts)
+        where = f"a batch of {size}, though for none of its responses alone"
         # Calls the function on one response at a time to find the prompt.
-        for i in range(len(texts.prompts)):
+        for i in range(size):
             _, single = self._call(texts.only(i))
             if single is not None:
-                raise _failure(self.called, single, f"for {texts.show_both(i)}")
-        size = len(texts.prompts)
-        where = f"for a batch of {size}, though for none of its responses alone"
-        raise _failure(self.called, error, where)
-
-
-def _failure(called: str, error: BaseException, where: str) -> Exception:
-    """The exception to raise for an error of the function, which is its cause."""
-    if isinstance(error, SystemExit):
-        failure: Exception = StopError(
-            f"{called} called sys.exit({_shown(error.code)}) {where}; return a "
-            f"score, or raise an error to stop the run"
-        )
-    else:
-        failure = InputError(
-            f"{called} raised {_named(error)} {where}; mend it, or return a "
+                error, where = single, texts.show_both(i)
+                break
+        if isinstance(error, SystemExit):
+            raise StopError(
+                f"{self.called} called sys.exit({_shown(error.code)}) for {where}; "
+                f"return a score, or raise an error to stop the run"
+            ) from error
+        raise InputError(
+            f"{self.called} raised {_named(error)} for {where}; mend it, or return a "
             f"score for such a response"
-        )
-    failure.__cause__ = error
-    return failure
+        ) from error
 
-
-@dataclasses.dataclass(frozen=True)
-class _Returned:
-    """Reads what a function returned for some texts, or says what is wrong with it."""
-
-    called: str
-    texts: Texts
-
-    def scores(self, returned: Any) -> HostArray:
-        """f32[B]; raises InputError unless it is B finite numbers."""
-        size, kind = len(self.texts.prompts), type(returned).__name__
-        array, entries = None, None
-        try:
-            if hasattr(returned, "__array__"):
-                array = np.asarray(returned)
-            elif hasattr(returned, "__len__") and not isinstance(returned, _NO_LISTS):
-                entries = list(returned)
-        except Exception as error:  # a user's object may raise anything
-            self._refuse(f"{kind}, which cannot be read: {_named(error)}")
-        if array is not None:
-            if not array.ndim:
-                self._refuse(f"the number {_shown(returned)} alone")
-            if array.ndim > 1:
-                self._refuse(f"shape {array.shape}")
-            entries = array
-        if entries is None:
-            self._refuse("None" if returned is None else f"{_shown(returned)} ({kind})")
-        if len(entries) != size:
-            self._refuse(f"{len(entries)}" if len(entries) else "an empty list")
+    def _scores(self, returned: Any, texts: Texts) -> HostArray:
+        """f32[B] of what the function returned; InputError unless B finite numbers."""
+        size = len(texts.prompts)
+        entries, wrong = _entries(returned)
+        if not wrong and len(entries) != size:
+            wrong = f"{len(entries)}" if len(entries) else "an empty list"
+        if wrong:
+            raise InputError(
+                f"expected {self.called} to return {size} numbers, one per response, "
+                f"got {wrong}; return a list of floats in the order of the responses"
+            )
         with np.errstate(over="ignore"):  # overflow is inf, which is reported below
-            if array is not None and array.dtype.kind in "biuf":
-                scores = array.astype(np.float32)
-            else:
-                numbers = [self._number(i, entry) for i, entry in enumerate(entries)]
-                scores = np.asarray(numbers, np.float32)
+            if not isinstance(entries, np.ndarray) or entries.dtype.kind not in "biuf":
+                entries = [self._number(i, one, texts) for i, one in enumerate(entries)]
+            scores = np.array(entries, np.float32)
         bad = np.flatnonzero(~np.isfinite(scores))
         if len(bad):
             i = int(bad[0])
             others = f" and at {len(bad) - 1} others" if len(bad) > 1 else ""
             raise InputError(
                 f"expected {self.called} to return finite numbers, got {scores[i]} at "
-                f"index {i} of {size}{others}, for {self.texts.show_both(i)}; return a "
+                f"index {i} of {size}{others}, for {texts.show_both(i)}; return a "
                 f"finite number for every response"
             )
         return scores
 
-    def _number(self, i: int, entry: Any) -> float:
+    def _number(self, i: int, entry: Any, texts: Texts) -> float:
         got, why = f"{_shown(entry)} ({type(entry).__name__})", ""
         if entry is None:
             got, why = "None", ", as a function without a `return` gives"
@@ -212,21 +180,30 @@ class _Returned:
                 why = "" if isinstance(error, TypeError) else f" ({_named(error)})"
         raise InputError(
             f"expected {self.called} to return a number for every response, got {got} "
-            f"at index {i} of {len(self.texts.prompts)}{why}, for "
-            f"{self.texts.show_both(i)}; return a float there"
-        )
-
-    def _refuse(self, got: str) -> NoReturn:
-        raise InputError(
-            f"expected {self.called} to return {len(self.texts.prompts)} numbers, one "
-            f"per response, got {got}; return a list of floats in the order of the "
-            f"responses"
+            f"at index {i} of {len(texts.prompts)}{why}, for {texts.show_both(i)}; "
+            f"return a float there"
         )
 
 
 # Types with a length, or convertible to float, that are surely a mistake.
 _NO_LISTS = (str, bytes, Mapping, Set)
 _NO_NUMBERS = (str, bytes, np.complexfloating)
+
+
+def _entries(returned: Any) -> tuple[Sequence[Any] | HostArray, str]:
+    """The entries of a list or an array, and what it is instead, "" if it is one."""
+    kind = type(returned).__name__
+    try:
+        if hasattr(returned, "__array__"):
+            array = np.asarray(returned)
+            if not array.ndim:
+                return (), f"the number {_shown(returned)} alone"
+            return array, f"shape {array.shape}" if array.ndim > 1 else ""
+        if hasattr(returned, "__len__") and not isinstance(returned, _NO_LISTS):
+            return list(returned), ""
+    except Exception as error:  # a user's object may raise anything
+        return (), f"{kind}, which cannot be read: {_named(error)}"
+    return (), "None" if returned is None else f"{_shown(returned)} ({kind})"
 
 
 def _shown(value: Any) -> str:

@@ -115,19 +115,14 @@ class Isolating(Protocol):
 
 def each(verifier: Verifier) -> TextFunction:
     """(prompts, responses, rows) -> one number per response, for `TextReward`."""
-    return _PerResponse(verifier)
 
-
-@dataclasses.dataclass(frozen=True)
-class _PerResponse:
-    verifier: Verifier
-
-    def __call__(
-        self, prompts: list[str], responses: list[str], rows: list[Row]
+    def scored(
+        prompts: list[str], responses: list[str], rows: list[Row]
     ) -> list[float]:
-        return [
-            self.verifier(*one) for one in zip(prompts, responses, rows, strict=True)
-        ]
+        texts = zip(prompts, responses, rows, strict=True)
+        return [verifier(*one) for one in texts]
+
+    return scored
 
 
 def check_answers(located: Iterable[tuple[str, Row]], *, verifier: Readable) -> None:

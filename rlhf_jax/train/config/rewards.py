@@ -225,7 +225,13 @@ class Rewards(Workers):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_twice("--rewards", [source.name for source in self.rewards])
+        names = [source.name for source in self.rewards]
+        refuse_twice("--rewards", names)
+        if "left_out" in names:
+            raise InputError(
+                "--rewards: expected a name other than left_out, as reward/left_out is "
+                "the share of responses without a score; choose another"
+            )
         short = {
             "--reward-model": self.reward_model,
             "--reward": self.reward,

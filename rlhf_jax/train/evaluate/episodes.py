@@ -14,13 +14,14 @@ from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.devices import row_sharding
 from rlhf_jax.environments.finished import EARLY
+from rlhf_jax.environments.programs import Sampled
+from rlhf_jax.environments.sampler import EpisodeSampler
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.scores import Scores
-from rlhf_jax.train.environment.programs import Sampled
-from rlhf_jax.train.environment.sampler import EpisodeSampler, OpenedEnvironment
 from rlhf_jax.train.evaluate.options import Config
+from rlhf_jax.train.rollouts.environment import OpenedEnvironment
 from rlhf_jax.train.rows import ReadRows, read_begun
 
 Array = jax.Array
@@ -64,7 +65,7 @@ class Played:
         sampler = self._samplers[shape, greedy]
         mine = row_sharding.own_rows(prompts, mesh=self._mesh)
         rollout, scores = sampler(frozen.read(model), Request(mine, key))
-        sampler.free()  # one cache at a time
+        sampler.programs.free()  # one cache at a time
         return rollout, scores
 
 

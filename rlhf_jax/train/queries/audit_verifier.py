@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import tyro
 
 from rlhf_jax.data import json_lines
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.errors import InputError, StopError, located
 from rlhf_jax.runs import command_line, report
 
@@ -38,6 +39,8 @@ def audit_verifier(
     Raises:
       StopError: a solution does not earn 1, or a cheat does.
     """
+    checks.positive(num_workers=num_workers)
+    checks.non_negative(num_rows=num_rows)
     # Not needed to parse a command line.
     from rlhf_jax.verification.audit import audit
     from rlhf_jax.verification.audit.audit import Program

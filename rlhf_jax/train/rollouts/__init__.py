@@ -1,1 +1,1 @@
-"""Rollouts that are drawn ahead of the loop, or by a program outside the trainer."""
+"""Rollouts drawn ahead of the loop, in an environment, or outside the trainer."""

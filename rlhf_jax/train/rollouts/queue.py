@@ -19,7 +19,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import jax
 
@@ -30,29 +30,10 @@ from rlhf_jax.train.rollouts.waits import Waits
 
 Array = jax.Array
 Params = Any
-# A rollout and its scores from processes or an environment, as snapshots store them.
+# A rollout and its scores from processes or an environment, as snapshots store them:
+# {name of the reward: Scores}.
 Entry = tuple[Rollout, dict[str, Scores]]
-
-
-class Draw(Protocol):
-    """Draws a rollout, with scores from processes or an environment if there are any.
-
-    The queue calls it in its thread, where it may take long: host loops over tools,
-    verifiers, and servers that sample are all draws.
-    """
-
-    def __call__(
-        self, policy: Params, request: Request, /
-    ) -> tuple[Rollout, dict[str, Scores] | Callable[[], dict[str, Scores]]]:
-        """Returns the rollout of the prompts, and scores by the names of their rewards.
-
-        Scores may be a function that waits for them. A second thread calls it, in the
-        order of the draws, while the next rollout is drawn.
-
-        Args:
-          policy: parameters from the queue's `hand_over`.
-        """
-        ...
+Draw = Callable[[Params, Request], tuple[Rollout, Callable[[], dict[str, Scores]]]]
 
 
 class RolloutQueue:
@@ -71,19 +52,23 @@ class RolloutQueue:
 
     def __init__(
         self,
-        draw: Draw,
+        draw: Callable[[Params, Request], Any],
         *,
         hand_over: Callable[[Params], Params],
         request: Callable[[int, Array], Request],
         staleness: int,
         num_steps: int,
         threaded: bool,
-        arrive: Callable[[Rollout], tuple[Rollout, Any]] | None = None,
+        arrive: Callable[[Any], tuple[Rollout, Any]] | None = None,
         patience: float = 20.0,
     ) -> None:
         """Makes an empty queue.
 
         Args:
+          draw: a `Draw`: (parameters of `hand_over`, request) -> the rollout, and a
+            function that waits for its scores, which a second thread calls, in the
+            order of the draws, while the next rollout is drawn. It may take long: host
+            loops over tools, verifiers, and servers that sample are all draws.
           hand_over: returns the parameters that draws read, in buffers that no update
             donates; called at each `submit`.
           request: (step, version of the policy) -> the request of that step, in
@@ -91,8 +76,8 @@ class RolloutQueue:
           staleness: k, at least 1.
           num_steps: of the run; no rollout is drawn for a later step.
           threaded: whether draws run in a thread; if not, `submit` dispatches them.
-          arrive: for draws without a thread: moves a rollout to the policy's devices
-            and scores it, when it is taken or a snapshot stores it. None: draws do so.
+          arrive: for draws without a thread, which may then return anything: makes of
+            it what `draw` returns, when it is taken or a snapshot stores it.
           patience: seconds to wait on exit for a draw under way.
         """
         self._draw, self._hand_over = draw, hand_over
@@ -132,10 +117,10 @@ class RolloutQueue:
           Initial entries of a stage's state, with the shapes that snapshots store: this
           rollout in every place of the queue.
         """
-        drawn = self._draw(self._hand_over(policy), self._request(0, version))
+        drawn: Any = self._draw(self._hand_over(policy), self._request(0, version))
         if self._arrive is not None:
-            drawn = self._arrive(drawn[0])
-        return self.filled(*_entry(*drawn))
+            drawn = self._arrive(drawn)
+        return self.filled(*_scored(*drawn))
 
     def filled(self, rollout: Rollout, scores: dict[str, Scores]) -> dict[str, Entry]:
         """As `first`, for a rollout of step 0 that has been drawn already."""
@@ -193,28 +178,25 @@ class RolloutQueue:
         handed = self._hand_over(policy)
         request = self._request(step, version)
         if self._arrive is not None:
-            drawn, _ = self._draw(handed, request)
-            self._pending.append(_Arriving(functools.partial(self._arrive, drawn)))
+            there = self._draw(handed, request)
+            self._pending.append(_Arriving(functools.partial(self._arrive, there)))
             return self._state()
         future = _Awaited(self.waits)
         self._pending.append(future)
 
         def job() -> None:
             with _raised_in(future):
-                rollout, scores = self._draw(handed, request)
+                drawn = self._draw(handed, request)
                 if self._scoring is None:
-                    future.set_result(_entry(rollout, scores))
+                    future.set_result(_scored(*drawn))
                     return
                 # One draw at a time; its parameters are freed after it.
-                jax.block_until_ready(rollout)
-                self._scoring.append(functools.partial(finish, rollout, scores))
+                jax.block_until_ready(drawn[0])
+                self._scoring.append(functools.partial(finish, *drawn))
 
-        def finish(
-            rollout: Rollout,
-            scores: dict[str, Scores] | Callable[[], dict[str, Scores]],
-        ) -> None:
+        def finish(rollout: Rollout, scores: Callable[[], dict[str, Scores]]) -> None:
             with _raised_in(future):
-                future.set_result(jax.block_until_ready(_entry(rollout, scores)))
+                future.set_result(jax.block_until_ready(_scored(rollout, scores)))
 
         if self._drawing is None:
             job()
@@ -312,7 +294,7 @@ class _Arriving(Future[Entry]):
 
     def result(self, timeout: float | None = None) -> Entry:
         if self._arrive is not None:
-            self.set_result(_entry(*self._arrive()))
+            self.set_result(_scored(*self._arrive()))
             self._arrive = None
         return super().result(timeout)
 
@@ -326,10 +308,8 @@ def _raised_in(future: Future[Entry]) -> Iterator[None]:
         future.set_exception(error)
 
 
-def _entry(
-    rollout: Rollout, scores: dict[str, Scores] | Callable[[], dict[str, Scores]]
-) -> Entry:
-    return rollout, scores() if callable(scores) else scores
+def _scored(rollout: Rollout, scores: Callable[[], dict[str, Scores]]) -> Entry:
+    return rollout, scores()
 
 
 def _done(entry: Entry) -> Future[Entry]:

@@ -25,7 +25,7 @@ from rlhf_jax.train.rewards import RewardList
 from rlhf_jax.train.rows import ReadRows
 
 if TYPE_CHECKING:
-    from rlhf_jax.train.environment.sampler import EpisodeSampler
+    from rlhf_jax.environments.sampler import EpisodeSampler
 
 Array = jax.Array
 Params = Any
@@ -167,7 +167,7 @@ class HeldOut:
         if waiting is not None:
             yield self._scored(*waiting)
         if episodes is not None:
-            episodes.free()  # the cache, until the next evaluation
+            episodes.programs.free()  # the cache, until the next evaluation
 
     def _scored(self, rollout: Rollout, early: Any) -> tuple[Rollout, Scored]:
         output = self._rewards.finish(rollout, early())

@@ -23,7 +23,7 @@ from rlhf_jax.train.sampler import Sampler, versions
 from rlhf_jax.train.watch import sampled_tokens
 
 if TYPE_CHECKING:
-    from rlhf_jax.train.environment.sampler import EpisodeSampler
+    from rlhf_jax.environments.sampler import EpisodeSampler
     from rlhf_jax.train.loop import Drawn, Loop
     from rlhf_jax.train.watch.held_out import HeldOut
     from rlhf_jax.train.watch.judge import Judge
@@ -157,7 +157,7 @@ class Watcher:
         """Draws the reference's responses to the prompts of a step, with its keys."""
         if self._of_episodes is not None:
             responses, _ = self._of_episodes(reference.stored, request)
-            self._of_episodes.free()  # the cache, until the next samples
+            self._of_episodes.programs.free()  # the cache, until more
         elif isinstance(loop.sampler, Sampler) and not loop.config.staleness:
             # The version only selects the program that is compiled for the policy.
             responses = loop.sampler(reference.stored, request)

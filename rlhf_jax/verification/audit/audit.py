@@ -71,7 +71,8 @@ def tally(
       num_workers: programs at a time; None is one per processor.
     """
     listed = list(tried)
-    with ThreadPoolExecutor(num_workers or os.cpu_count()) as pool:
+    workers = os.cpu_count() if num_workers is None else num_workers
+    with ThreadPoolExecutor(workers) as pool:
         verdicts = list(pool.map(lambda one: run(one.code, one.tests), listed))
     pairs = list(zip(listed, verdicts, strict=True))
     return Tally(

@@ -21,7 +21,7 @@ import types
 from rlhf_jax.verification.code import wire
 from rlhf_jax.verification.code.link import Link
 from rlhf_jax.verification.isolation import confined
-from rlhf_jax.verification.unit_tests import Names
+from rlhf_jax.verification.unit_tests import Flow, Names
 
 TYPE_CHECKING = False  # `typing` takes long to import
 if TYPE_CHECKING:
@@ -83,8 +83,10 @@ def judge(task: dict[str, Any], link: Link, passed: Any) -> str:
         names.defined(link.load(task["code"]))
     except BaseException as error:
         return link.over or reason(error, link, names) or describe(error)
-    for test, tree in zip(compiled, names.trees, strict=True):
-        link.keeps_arguments = names.compares_with_arguments(tree)
+    flow = Flow(names)
+    compares = [flow.called or flow.compares(tree) for tree in names.trees]
+    for number, test in enumerate(compiled):
+        link.keeps_arguments = any(compares[number:])  # a later test sees the names
         try:
             exec(test, names)
         except BaseException as error:  # SystemExit must not skip the remaining tests

@@ -6,20 +6,18 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rlhf_jax.verification.code import judge, runner
 from rlhf_jax.verification.isolation import processes
-from rlhf_jax.verification.isolation.processes import Isolation
-
-PROGRAMS = runner.__name__, judge.__name__
+from rlhf_jax.verification.isolation.processes import isolation
 
 
 class Verdict(NamedTuple):
-    """The outcome of the tests of some code."""
+    """The outcome of some code and its tests."""
 
     passed: int  # tests that passed, in order, before one failed
     total: int  # tests
     why: str  # the first error, or what ended the process; "" if all passed
     suspicious: bool = False  # the code did what no right program does
+    printed: str = ""  # the first `judge.SHOWN` characters, of `run_code`
 
     @property
     def right(self) -> bool:
@@ -35,18 +33,6 @@ class Verdict(NamedTuple):
     def timed_out(self) -> bool:
         """Whether the code exceeded its time limit."""
         return self.why.startswith("took longer than ")
-
-
-class Ran(NamedTuple):
-    """The outcome of some code without tests."""
-
-    printed: str  # the first `judge.SHOWN` characters; "" if its time ran out
-    why: str  # the error it raised, or what ended the process; "" if nothing did
-
-
-def isolation() -> Isolation:
-    """Finds how this system can isolate generated code, by running a program."""
-    return processes.isolation(*PROGRAMS)
 
 
 def run_tests(
@@ -75,20 +61,22 @@ def run_tests(
     """
     limits = {"seconds": seconds, "memory": memory, "file_size": file_size}
     task = {"code": code, "tests": [*tests], "show": False}
-    return _run(task, unsafe, **limits, disk=disk)[0]
+    return _run(task, unsafe, **limits, disk=disk)
 
 
-def run_code(code: str, *, unsafe: bool, **limits: float) -> Ran:
-    """Runs the code without tests; options as in `run_tests`."""
+def run_code(code: str, *, unsafe: bool, **limits: float) -> Verdict:
+    """Runs the code without tests, and returns what it prints, "" if its time ran out.
+
+    Options as in `run_tests`.
+    """
     task = {"code": code, "tests": [], "show": True}
-    verdict, printed = _run(task, unsafe, **limits)
-    return Ran(printed, verdict.why)
+    return _run(task, unsafe, **limits)
 
 
-def _run(task: dict[str, Any], unsafe: bool, **limits: float) -> tuple[Verdict, str]:
+def _run(task: dict[str, Any], unsafe: bool, **limits: float) -> Verdict:
     way = isolation().required(unsafe=unsafe).way
     passed, total, printed = 0, len(task["tests"]), ""
-    with processes.started(task, *PROGRAMS, way=way, limits=limits) as lines:
+    with processes.started(task, way=way, limits=limits) as lines:
         for line in lines:
             word, _, rest = line.partition(" ")
             if word == "passed":
@@ -97,10 +85,10 @@ def _run(task: dict[str, Any], unsafe: bool, **limits: float) -> tuple[Verdict, 
                 printed = json.loads(rest)
             elif word == "end":
                 suspicious, _, why = rest.partition(" ")
-                return Verdict(passed, total, why, suspicious == "1"), printed
+                return Verdict(passed, total, why, suspicious == "1", printed)
             elif word == "over:":
-                return Verdict(passed, total, rest), printed
+                return Verdict(passed, total, rest, printed=printed)
             else:  # the judge ended before its `end`: its reports do not count
                 break
     why = "its process ended before the tests did"
-    return Verdict(0, total, why, suspicious=True), printed
+    return Verdict(0, total, why, suspicious=True, printed=printed)

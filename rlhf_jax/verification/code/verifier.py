@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Literal
 from rlhf_jax.functional.errors import refuse
 from rlhf_jax.roles.rewards.verifiers import Judged
 from rlhf_jax.verification.code import trial
-from rlhf_jax.verification.code.trial import Ran, Verdict
+from rlhf_jax.verification.code.trial import Verdict
 
 LIMITS = ("seconds", "memory", "file_size", "disk")
 _BLOCK = re.compile(
@@ -127,7 +127,7 @@ class PythonTests:
         """Runs `trial.run_tests` with these limits."""
         return trial.run_tests(code, tests, unsafe=self.unsafe, **self._limits)
 
-    def show(self, code: str) -> Ran:
+    def show(self, code: str) -> Verdict:
         """Runs `trial.run_code` with these limits."""
         return trial.run_code(code, unsafe=self.unsafe, **self._limits)
 

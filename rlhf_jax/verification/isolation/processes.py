@@ -22,10 +22,11 @@ from rlhf_jax.functional.errors import InputError
 from rlhf_jax.verification.isolation import folder, ways
 
 OURS = str(Path(__file__).parents[2])
-# Runs the `main` of one of our modules without importing the rest of the package.
+# Runs the `main` of a module in `code/` without importing the rest of the package.
 START = (
     "import sys; sys.modules['rlhf_jax'] = package = type(sys)('rlhf_jax'); "
-    "package.__path__ = [sys.argv.pop(1)]; from {0} import main; main()"
+    "package.__path__ = [sys.argv.pop(1)]; "
+    "from rlhf_jax.verification.code.{0} import main; main()"
 )
 INTERPRETER = (ways.python(), "-I", "-S", "-B", "-X", "utf8", "-c")
 START_SECONDS = 60.0  # an interpreter takes about 0.1 s on an idle machine
@@ -64,7 +65,7 @@ class Isolation(NamedTuple):
 
 
 @functools.cache
-def isolation(code: str, judge: str) -> Isolation:
+def isolation() -> Isolation:
     """Finds the first way of `ways.WAYS` that works here, by running a program.
 
     Raises:
@@ -75,7 +76,7 @@ def isolation(code: str, judge: str) -> Isolation:
     task = {"code": "", "tests": [], "show": False}
     for way in ways.WAYS:
         try:
-            with started(task, code, judge, way=way, limits=limits):
+            with started(task, way=way, limits=limits):
                 return Isolation(way, "; ".join(reasons))
         except (OSError, ImportError, NotStarted) as error:
             reasons.append(f"{way}: {error}".split("\n")[0][-200:])
@@ -84,19 +85,13 @@ def isolation(code: str, judge: str) -> Isolation:
 
 @contextlib.contextmanager
 def started(
-    task: dict[str, Any],
-    code: str,
-    judge: str,
-    *,
-    way: str,
-    limits: dict[str, float],
+    task: dict[str, Any], *, way: str, limits: dict[str, float]
 ) -> Iterator[Iterator[str]]:
     """Starts both processes, which end with the `with` block.
 
     Args:
       task: sent to the judge as JSON, with a nonce that begins each of its messages.
-      code, judge: names of modules whose `main` runs.
-      way: one of `ways.WAYS`, for the process of `code`.
+      way: one of `ways.WAYS`, for the process of the code.
       limits: seconds; memory, file_size and disk in MiB.
 
     Yields:
@@ -134,8 +129,7 @@ def started(
             stack.callback(_end, process)
             return process
 
-        script = START.format(code)
-        words = [*before, *INTERPRETER, script, package]
+        words = [*before, *INTERPRETER, START.format("runner"), package]
         begin = functools.partial(start, words, {}, stdin=to_read, stdout=to_write)
         if way == "landlock":  # confines a thread and the processes that it starts
             with ThreadPoolExecutor(1) as thread:
@@ -143,7 +137,7 @@ def started(
                 thread.submit(begin).result()
         else:  # `bwrap --die-with-parent` would end with such a thread
             begin()
-        words = [*INTERPRETER, START.format(judge), OURS]
+        words = [*INTERPRETER, START.format("judge"), OURS]
         options: dict[str, Any] = {"stdin": subprocess.PIPE, "pass_fds": pipes}
         judging = start(words, {"pipes": pipes}, stdout=subprocess.DEVNULL, **options)
         for file in (to_read, to_write, report, requests, replies):

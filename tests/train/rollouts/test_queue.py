@@ -37,7 +37,7 @@ def request(step, version):
 
 def drawn(policy, asked):
     toy = Toy(jnp.float32(asked.prompts), policy=policy, version=asked.version)
-    return toy, {}
+    return toy, dict
 
 
 def queue_of(staleness, *, draw=drawn, threaded=True, patience=20.0, **others):
@@ -102,7 +102,8 @@ def test_without_a_thread_what_is_drawn_arrives_when_it_is_taken(update):
     """Rollouts arrive in the order of the steps, and once, also after a snapshot."""
     arrived = []
 
-    def arrive(rollout):
+    def arrive(there):
+        rollout, _ = there
         arrived.append(int(rollout.prompt))
         return rollout, dict
 

@@ -3,107 +3,39 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
-from rlhf_jax.algorithms.batch import Request, Rollout
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.turns import TurnEncoder
-from rlhf_jax.devices import processes, row_sharding
+from rlhf_jax.devices import processes
 from rlhf_jax.environments.calculator import Calculator
-from rlhf_jax.environments.episodes import Limits, Play
+from rlhf_jax.environments.episodes import Limits
 from rlhf_jax.environments.guessing import Guessing
 from rlhf_jax.environments.pool import EnvironmentPool
 from rlhf_jax.environments.programming import Programming
+from rlhf_jax.environments.programs import EpisodePrograms, Sampled
 from rlhf_jax.environments.protocol import Environment
 from rlhf_jax.environments.rooms import Rooms
+from rlhf_jax.environments.sampler import EpisodeSampler
 from rlhf_jax.extensions import entry_points
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.generation.sampling import Shaping
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.roles.rewards.verifiers import Isolating
 from rlhf_jax.runs import command_line
 from rlhf_jax.train.config.rewards import Workers
 from rlhf_jax.train.config.sampler import Episodes
-from rlhf_jax.train.environment.programs import EpisodePrograms, Sampled
 
 if TYPE_CHECKING:
     from rlhf_jax.train.rows import ReadRows
 
 Array = jax.Array
 Params = Any
-
-
-class EndedEpisodes(NamedTuple):
-    """Episodes and their scores."""
-
-    rollout: Rollout
-    scores: Scores
-
-
-@dataclasses.dataclass(frozen=True)
-class EpisodeSampler:
-    """Draws an episode from every row of prompts."""
-
-    programs: EpisodePrograms  # with columns for a prompt and `limits.tokens`
-    _: dataclasses.KW_ONLY
-    pool: EnvironmentPool
-    encoder: TurnEncoder
-    decode: Callable[[list[int]], str]  # decodes a turn for the environment
-    limits: Limits
-    states: Sequence[bytes]  # pickled starts of episodes, by `Prompts.index`
-    home: Mesh | None = None  # of rollouts; None: this process's rows, on the host
-
-    def __call__(self, policy: Params, request: Request) -> EndedEpisodes:
-        """Draws an episode from every row of prompts.
-
-        Args:
-          request: Prompts[B, P], of which one of several processes may pass only its
-            own rows; the first of the two keys split from the key is taken.
-
-        Returns:
-          Rollout[B, P + R] and Scores[B].
-
-        Raises:
-          StopError: the environment failed, with --on-failure stop.
-        """
-        mine = row_sharding.local_rows(request.prompts)
-        key, version = request.key, request.version
-        keys = self.programs.row_keys(key, index=mine.index, sample=mine.sample)
-        with self.programs.holding(policy, key=key):
-            ended = Play(
-                device=self.programs,
-                prompts=mine,
-                states=self.states,
-                keys=keys,
-                pool=self.pool,
-                encoder=self.encoder,
-                decode=self.decode,
-                stop_ids=self.programs.stop_ids,
-                limits=self.limits,
-            ).run()
-        rollout = ended.rollout
-        if version is not None:
-            stamped = np.where(rollout.response_mask, int(version), 0)
-            rollout = dataclasses.replace(rollout, version=stamped.astype(np.int32))
-        leave_out = self.pool.on_failure == "leave_out"
-        drawn = EndedEpisodes(rollout, ended.scores(leave_out=leave_out))
-        if self.home is None:
-            return drawn
-        home, mine = self.home, row_sharding.unshared(drawn, mesh=self.home)
-        return row_sharding.put_computed(lambda: mine, mesh=home)
-
-    def free(self) -> None:
-        """Frees the cache until the next call."""
-        self.programs.free()
 
 
 class OpenedEnvironment:

@@ -52,7 +52,7 @@ class Sampled:
 
 
 class EpisodePrograms:
-    """Implements `Device` on the devices of a mesh that belong to this process.
+    """The programs of the policy and the places (cache rows) of this process's devices.
 
         data=2,tensor=2     devices 0 and 1   all weights   places 0 to 3
                             devices 2 and 3   all weights   places 4 to 7
@@ -92,6 +92,7 @@ class EpisodePrograms:
                 f"positions, got {columns}; shorten either"
             )
         self.stop_ids = recipe.stop_ids
+        # D replicas of the policy here; each has C / D consecutive places.
         self._replicas, self.shares, of_all, together = None, 1, 1, None
         if mesh is not None and mesh.devices.size > 1:
             self._replicas = replicas.of_mesh(mesh)
@@ -100,7 +101,9 @@ class EpisodePrograms:
             together = replicas.AXIS if self._replicas.size > 1 else None
         own = -(-places // of_all)  # places of one replica
         self.places, self.chunk = own * self.shares, chunk
+        # A, places that read in one call, A / D of each share.
         self.arriving = max(1, own // READERS) * self.shares
+        # L and k, layers and experts of a token to record; None records none.
         self.record = recipe.routing_record
         options: dict[str, Any] = {
             "model": recipe.model,
@@ -234,29 +237,58 @@ class EpisodePrograms:
         return jax.device_get(self._keys_program(self._put(key), index, sample))
 
     def read(self, arrivals: Arrivals) -> None:
-        """Reads prompts and observations, and draws the first token of each turn."""
+        """Reads prompts and observations, and draws the first token of each turn.
+
+        Args:
+          arrivals: NumPy arrays, share by share; keys are key data, u32[A, ...].
+        """
         assert self._state is not None
         self._state = self._read_program(self._weights, self._state, arrivals)
 
     def copy(self, *, source: HostArray, place: HostArray, keys: HostArray) -> None:
-        """Copies the cache of a prompt from some places to others."""
+        """Copies the prompts that A places have read to other places of their shares.
+
+        Args:
+          source: i32[A], places that have read the prompt, share by share.
+          place: i32[A], places that get the copy; C is none.
+          keys: u32[A, ...], key data of the rows that get the copy.
+        """
         self._state = self._copy_program(self._state, source, place, keys)
 
     def take(self, *, place: HostArray) -> Episodes:
-        """Returns copies of some places on the host, with their caches."""
+        """Copies A places to the host, with their caches.
+
+        Args:
+          place: i32[A], share by share; C is none.
+
+        Returns:
+          Episodes[A] of NumPy arrays; keys are key data, u32[A, ...].
+        """
         return jax.device_get(self._take_program(self._state, place))
 
     def put(self, rows: Episodes, *, place: HostArray) -> None:
-        """Writes copies made by `take` to places."""
+        """Writes rows that `take` returned, share by share, to A places of any share.
+
+        Args:
+          place: i32[A]; C is none.
+        """
         self._state = self._put_program(self._state, rows, place)
 
     def experts(self, *, place: int) -> HostArray:
-        """Returns the experts that were recorded in a place, on the host."""
+        """Returns the record of a place on the host, i32[W, L, k].
+
+        Columns from the place's `cached` on have no meaning.
+        """
         rows = self._experts_program(self._state, np.array([place], np.int32))
         return jax.device_get(rows)[place * self.shares // self.places]
 
     def advance(self, *, until: HostArray, steps: int) -> Episodes:
-        """Draws further tokens; returns the places on the host, without caches."""
+        """Draws tokens; returns the places on the host, without caches and records.
+
+        Args:
+          until: i32[D]; returns once at most this many turns of each share are left.
+          steps: the most tokens drawn in each place.
+        """
         self._state, places = self._advance_program(
             self._weights, self._state, until, np.int32(steps)
         )

@@ -1,1 +1,0 @@
-"""`--environment`: episodes of several turns instead of single responses."""
