@@ -11,10 +11,11 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from rlhf_jax.algorithms.batch import Rollout
@@ -203,12 +204,14 @@ class RewardList:
         own = {} if episodes is None else {EPISODES: episodes}
         if not self._pooled:
             return lambda: own
-        mine = _rows_to_score(shown, mesh=self._mesh)
-        pending = {name: one.submit(mine) for name, one in self._pooled.items()}
+        asked = _Asked.of(shown, mesh=self._mesh)
+        pending = {
+            name: one.submit(asked.rollout) for name, one in self._pooled.items()
+        }
 
         def collect() -> Early:
             return own | {
-                name: row_sharding.put_computed(one.collect, mesh=self._mesh)
+                name: asked.put(one.collect, mesh=self._mesh)
                 for name, one in pending.items()
             }
 
@@ -295,14 +298,35 @@ def text_reward(reward: TextReward, *, mesh: Mesh) -> Programmed:
     """Wraps a Python function of texts as a reward; each process scores its rows."""
 
     def scored(rollout: Rollout) -> Array:
-        mine = _rows_to_score(rollout, mesh=mesh)
-        return row_sharding.put_computed(lambda: reward(mine), mesh=mesh)
+        asked = _Asked.of(rollout, mesh=mesh)
+        return asked.put(lambda: reward(asked.rollout), mesh=mesh)
 
     return scored
 
 
-def _rows_to_score(rollout: Rollout, *, mesh: Mesh) -> Rollout:
-    return row_sharding.unshared(row_sharding.local_rows(rollout), mesh=mesh)
+class _Asked(NamedTuple):
+    """The responses about which this process asks rewards on the host."""
+
+    rollout: Rollout
+    asked: np.ndarray[Any, Any]  # bool[b], of its rows; False where they fill a batch
+
+    @classmethod
+    def of(cls, rollout: Rollout, *, mesh: Mesh) -> _Asked:
+        mine = row_sharding.unshared(row_sharding.local_rows(rollout), mesh=mesh)
+        asked = np.asarray(mine.sample) >= 0
+        return cls(jax.tree.map(lambda leaf: leaf[asked], mine), asked)
+
+    def put(self, compute: Callable[[], Any], *, mesh: Mesh) -> Any:
+        """Returns scores of all rows on the mesh, 0 for those that were not asked."""
+
+        def of_all(leaf: Any) -> np.ndarray[Any, Any]:
+            rows = np.zeros((len(self.asked), *leaf.shape[1:]), leaf.dtype)
+            rows[self.asked] = np.asarray(leaf)
+            return rows
+
+        return row_sharding.put_computed(
+            lambda: jax.tree.map(of_all, compute()), mesh=mesh
+        )
 
 
 def model_reward(

@@ -26,11 +26,18 @@ Array = jax.Array
 
 
 def prompts_of(
-    tokens: dict[int, Tokens], *, rows: list[int], num_samples: int, pad_id: int
+    tokens: dict[int, Tokens],
+    *,
+    rows: list[int],
+    count: int,
+    num_samples: int,
+    pad_id: int,
 ) -> Prompts:
     """Returns some prompts, each `num_samples` times, as wide as the longest of all.
 
     Args:
+      count: the other rows fill up the batch; their sample numbers are below 0, so that
+        no reward on the host is asked about them.
       num_samples: number of neighbouring rows with the same prompt.
       pad_id: token on the left of shorter prompts.
     """
@@ -43,6 +50,7 @@ def prompts_of(
         left=True,
     )
     sample: Any = np.tile(np.arange(num_samples, dtype=np.int32), len(rows))
+    sample[count * num_samples :] = ~sample[count * num_samples :]
     return Prompts(tokens=padded, mask=mask, index=index, sample=sample)
 
 

@@ -93,6 +93,7 @@ class Evaluation:
         prompts = prompts_of(
             self.read.tokens,
             rows=rows,
+            count=len(rows) if self.played else count,  # an environment plays all
             num_samples=num_samples,
             pad_id=self.start.pad_id,
         )
