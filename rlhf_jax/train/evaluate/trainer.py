@@ -89,9 +89,7 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
         frozen_models.check_reference(options.reference, policy=reader)
     if options.reward_model is not None:
         hf.model_config(options.reward_model)
-    start = load_start(
-        options.start.model, options=options.start, mesh=mesh, start=reader
-    )
+    start = load_start(options.start, mesh=mesh, start=reader)
     loader, copy = Loader(start, mesh), frozen_models.COPY
     models: dict[Model, Frozen] = {"policy": loader.reference(None, storage=copy)}
     start = start._replace(params=None)  # the frozen copy suffices
