@@ -73,7 +73,7 @@ class RopeScaling:
     share: float = 1.0  # proportional only: share of the dimensions that rotate
 
     def __post_init__(self) -> None:
-        checks.within(least=1, advice="choose 1 for no stretch", factor=self.factor)
+        checks.positive(factor=self.factor)
         checks.within(
             above=0, most=1, advice="choose 1 to rotate all", share=self.share
         )
