@@ -62,7 +62,7 @@ class RopeScaling:
     """
 
     kind: Literal["linear", "llama3", "yarn", "proportional"]
-    factor: float  # dimensionless, >= 1
+    factor: float  # dimensionless
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192  # tokens
