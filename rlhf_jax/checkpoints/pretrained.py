@@ -237,23 +237,7 @@ def save(
       InputError: start.save_dtype cannot hold a weight.
     """
     if base is not None and lora is not None:
-        adapter = folder / "adapter"
-        new = not adapter.exists()
-        if new:
-            from rlhf_jax.checkpoints import peft
-
-            peft.save(
-                adapter,
-                model=start.model,
-                adapters=trained,
-                lora=lora,
-                base_fingerprint=frozen.source_fingerprint_of(
-                    base, fetch=processes.whole
-                ).root,
-                base_name=name,
-                dtype=start.save_dtype,
-            )
-        exported.write(adapter, anew=new)
+        save_adapter(folder, trained, start=start, base=base, lora=lora, name=name)
         trained = merge(
             frozen.read(base), trained, lora=lora, rounded_to=start.save_dtype
         )
@@ -268,6 +252,34 @@ def save(
             dtype=start.save_dtype,
         )
     exported.write(folder / "model", anew=new)
+
+
+def save_adapter(
+    folder: Path,
+    adapters: Params,
+    *,
+    start: Pretrained,
+    base: Frozen,
+    lora: LoRA,
+    name: str,
+) -> None:
+    """Writes FOLDER/adapter, unless it is there; arguments as for `save`."""
+    adapter = folder / "adapter"
+    new = not adapter.exists()
+    if new:
+        from rlhf_jax.checkpoints import peft
+
+        fingerprint = frozen.source_fingerprint_of(base, fetch=processes.whole)
+        peft.save(
+            adapter,
+            model=start.model,
+            adapters=adapters,
+            lora=lora,
+            base_fingerprint=fingerprint.root,
+            base_name=name,
+            dtype=start.save_dtype,
+        )
+    exported.write(adapter, anew=new)
 
 
 def is_new(folder: Path, *, start: Pretrained) -> bool:

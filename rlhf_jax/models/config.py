@@ -62,7 +62,7 @@ class RopeScaling:
     """
 
     kind: Literal["linear", "llama3", "yarn", "proportional"]
-    factor: float  # dimensionless, >= 1
+    factor: float  # dimensionless
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192  # tokens
@@ -71,6 +71,12 @@ class RopeScaling:
     truncate: bool = True  # yarn's blend begins and ends at whole dimensions
     attention_factor: float = 1.0  # yarn only, dimensionless
     share: float = 1.0  # proportional only: share of the dimensions that rotate
+
+    def __post_init__(self) -> None:
+        checks.positive(factor=self.factor)
+        checks.within(
+            above=0, most=1, advice="choose 1 to rotate all", share=self.share
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +91,11 @@ class DeltaNet:
 
     def __post_init__(self) -> None:
         checks.positive(**dataclasses.asdict(self))
+        checks.within(
+            least=2,
+            advice="a convolution of the current token alone keeps no state",
+            conv_width=self.conv_width,
+        )
         if self.num_value_heads % self.num_key_heads:
             raise InputError(
                 f"expected num_key_heads to divide num_value_heads, got "
@@ -119,9 +130,13 @@ class Experts:
     beside_width: int | None = None
 
     def __post_init__(self) -> None:
-        checks.positive(count=self.count, per_token=self.per_token)
-        if self.beside_width is not None:
-            checks.positive(beside_width=self.beside_width)
+        checks.positive(
+            count=self.count,
+            per_token=self.per_token,
+            gate_limit=self.gate_limit,
+            gate_scale=self.gate_scale,
+            beside_width=self.beside_width,
+        )
         if self.per_token > self.count:
             raise InputError(
                 f"expected at most as many experts per token as there are, "
@@ -212,6 +227,10 @@ class ModelConfig:
             head_dim=self.head_dim,
             intermediate_size=self.intermediate_size,
             max_positions=self.max_positions,
+            norm_eps=self.norm_eps,
+            rope_theta=self.rope_theta,
+            embed_scale=self.embed_scale,
+            vocab_multiple=self.vocab_multiple,
             logit_divisor=self.logit_divisor,
             residual_scale=self.residual_scale,
             sliding_window=self.sliding_window,
@@ -223,6 +242,9 @@ class ModelConfig:
             prefill_chunk=self.prefill_chunk,
             cache_pages=self.cache_pages,
             page_size=self.page_size,
+        )
+        checks.non_negative(
+            shared_layers=self.shared_layers, transposed_rows=self.transposed_rows
         )
         unused_ids.check(self.unused_ids, vocab_size=self.vocab_size)
         checks.one_of(attention=self.attention, among=get_args(Attention))

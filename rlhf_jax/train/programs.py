@@ -293,25 +293,16 @@ class Programs:
         of_teacher: TeacherPrompts | None = None,
     ) -> ReferenceOutput:
         """Computes the reference's log-probs, or a teacher's states, on its devices."""
-        if self._models.head is not None:
-            return frozen_models.run_beside(
-                lambda moved: self._reference(
-                    reference, rollout=moved, prompts=of_teacher
-                ),
-                reference,
-                rollout,
-            )
-        logprobs = frozen_models.run_beside(
-            lambda moved: self._reference(
-                reference,
-                rollout=moved,
-                base=self._reference_base,
-                packing=None if packing is None else packing.batch,
-            ),
+        inputs: dict[str, Any] = {"prompts": of_teacher}
+        if self._models.head is None:
+            of_batch = None if packing is None else packing.batch
+            inputs = {"base": self._reference_base, "packing": of_batch}
+        output = frozen_models.run_beside(
+            lambda moved: self._reference(reference, rollout=moved, **inputs),
             reference,
             rollout,
         )
-        return ReferenceOutput(logprobs)
+        return ReferenceOutput(output) if self._models.head is None else output
 
     def _further_of(
         self, rollout: Rollout, packing: RolloutPacking | None
@@ -319,26 +310,19 @@ class Programs:
         of_batch = None if packing is None else packing.batch
         # Only exact KL runs these models again in the update; otherwise their
         # parameters are no argument of its program.
-        inside = self.recipe.penalty.needs_logits
-
-        def logprobs(name: str, model: Frozen) -> Array:
-            return frozen_models.run_beside(
-                lambda moved: self._further[name](
+        inside, further = self.recipe.penalty.needs_logits, {}
+        for one in self._config.reference.references:
+            model, run = self._models.further[one.name], self._further[one.name]
+            logprobs = frozen_models.run_beside(
+                lambda moved, run=run, model=model: run(
                     model, rollout=moved, packing=of_batch
                 ),
                 model,
                 rollout,
             )
-
-        weights = {ref.name: ref.weight for ref in self._config.reference.references}
-        return {
-            name: Further(
-                frozen=model if inside else None,
-                logprobs=logprobs(name, model),
-                weight=weights[name],
-            )
-            for name, model in self._models.further.items()
-        }
+            frozen_model = model if inside else None
+            further[one.name] = Further(frozen_model, logprobs, one.weight)
+        return further
 
     def _values_of(
         self,

@@ -20,10 +20,10 @@ from rlhf_jax.data.text import Question
 from rlhf_jax.data.text.messages import Written
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.models import axes, layout
-from rlhf_jax.models.lora import LoRA, targets
+from rlhf_jax.models.lora import targets
 from rlhf_jax.train.build import Meshes, Models
 from rlhf_jax.train.config.config import PolicyGradientConfig
-from rlhf_jax.train.config.models import Compute
+from rlhf_jax.train.config.models import Trained
 from rlhf_jax.train.config.watch import WatchTexts
 from rlhf_jax.train.rewards import RewardPools
 from rlhf_jax.train.rows import ReadRows, Responder
@@ -42,35 +42,27 @@ def prompts_given(written_prompts: Iterable[Written]) -> dict[str, str]:
     return {} if of_texts else {"prompts_given": "messages"}
 
 
-def load_start(
-    path_or_repo_id: str,
-    *,
-    options: Compute,
-    mesh: Mesh,
-    save_dtype: SaveDtype | None = None,
-    lora: LoRA | None = None,
-    start: Pretrained | None = None,
-) -> Pretrained:
-    """Loads a checkpoint with its tokenizer, sharded over `mesh`.
+def load_start(options: Any, *, mesh: Mesh, start: Pretrained) -> Pretrained:
+    """Loads --model with its tokenizer, sharded over `mesh`.
 
     Args:
-      save_dtype: dtype of saved weights; None takes that of most weights.
-      lora: adapters that will be trained over the model, and saved.
+      options: of a model that is trained, `Trained`, or only run, `Compute`.
+      start: --model without parameters.
     """
-    if start is None:
-        start = pretrained.described(path_or_repo_id, tokenizer=options.tokenizer)
-    sizes = dict(mesh.shape)
+    path, sizes = options.model, dict(mesh.shape)
     context, experts = (
         sizes.get(axis, 1) for axis in (axes.CONTEXT_AXIS, axes.EXPERT_AXIS)
     )
     layout.refuse_context(options.attention, context=context, model=start.model)
     layout.refuse_expert_axis(experts, model=start.model)
-    if lora is not None:
+    trained: Trained | None = options if isinstance(options, Trained) else None
+    if trained is not None and trained.lora is not None:
         from rlhf_jax.checkpoints import peft  # few runs have adapters
 
-        peft.check_names(targets(model=start.model, lora=lora), model=start.model)
+        adapted = targets(model=start.model, lora=trained.lora)
+        peft.check_names(adapted, model=start.model)
     start = pretrained.load(
-        path_or_repo_id,
+        path,
         start=start,
         tokenizer=options.tokenizer,
         dtype=options.dtype,
@@ -78,7 +70,7 @@ def load_start(
         attention=options.attention,
         sharding=functools.partial(sharding.shardings, mesh=mesh),
     )
-    return saved(start, save_dtype)
+    return start if trained is None else saved(start, trained.save_dtype)
 
 
 def saved(start: Pretrained, save_dtype: SaveDtype | None) -> Pretrained:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rlhf_jax.data.turns import TurnEncoder
     from rlhf_jax.environments.pool import EnvironmentPool
     from rlhf_jax.environments.sampler import EpisodeSampler
+    from rlhf_jax.train.rollouts.environment import OpenedEnvironment
 
 
 class ReadRows(NamedTuple):
@@ -128,31 +129,17 @@ class Responder:
     def read(self, source: str, *, pools: RewardPools, receipt: Receipt) -> ReadRows:
         """Returns the rows of a file that leave room for a response."""
         config = self._config
-        if self._opened is not None:
-            environment = config.sampler.environment
-            assert environment is not None
-            receipt.gives(f"--environment {environment.name}")
-            read = read_begun(
-                source,
-                pool=self._opened.pool,
-                encoder=self._opened.encoder,
-                limits=self._limits,
-                receipt=receipt,
-            )
-        else:
-            read = read_prompts(
-                source,
-                options=config.data,
-                teacher_field=config.teacher_field,
-                start=self._start,
-                limits=self._limits,
-                receipt=receipt,
-            )
-        pools.check_answers(read.rows)
-        pools.tell(receipt)
-        if config.watch.judge is not None and self._opened is None:
-            receipt.gives(f"--judge {config.watch.judge}")
-        return read.fitting()
+        return read_rows(
+            source,
+            opened=self._opened,
+            options=config.data,
+            teacher_field=config.teacher_field,
+            start=self._start,
+            limits=self._limits,
+            pools=pools,
+            judge=config.watch.judge,
+            receipt=receipt,
+        ).fitting()
 
     def episodes(
         self,
@@ -169,6 +156,49 @@ class Responder:
         return self._opened.sampler(
             recipe, begun=data, rows=rows, home=self._mesh, base=base, greedy=greedy
         )
+
+
+def read_rows(
+    source: str,
+    *,
+    opened: OpenedEnvironment | None,
+    options: AskedPrompts,
+    start: Pretrained,
+    limits: Limits,
+    pools: RewardPools,
+    judge: str | None,
+    teacher_field: str | None = None,
+    receipt: Receipt,
+) -> ReadRows:
+    """Reads rows as prompts, or as starts of episodes, for the rewards and the judge.
+
+    Args:
+      opened: the environment; None reads prompts, by `read_prompts`.
+      judge: the value of --judge.
+    """
+    if opened is not None:
+        receipt.gives(f"--environment {opened.name}")
+        read = read_begun(
+            source,
+            pool=opened.pool,
+            encoder=opened.encoder,
+            limits=limits,
+            receipt=receipt,
+        )
+    else:
+        read = read_prompts(
+            source,
+            options=options,
+            teacher_field=teacher_field,
+            start=start,
+            limits=limits,
+            receipt=receipt,
+        )
+    pools.check_answers(read.rows)
+    pools.tell(receipt)
+    if judge is not None and opened is None:
+        receipt.gives(f"--judge {judge}")
+    return read
 
 
 def read_prompts(

@@ -104,14 +104,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
         receipts=receipts,
         stack=stack,
     )
-    start = load_start(
-        config.start.model,
-        start=start,
-        options=config.start,
-        save_dtype=config.start.save_dtype,
-        lora=config.start.lora,
-        mesh=mesh,
-    )
+    start = load_start(config.start, mesh=mesh, start=start)
     models = build(config, start, meshes=meshes)
     start = start._replace(params=None)  # the first update takes them
     programs = Programs(models, meshes=meshes, config=config)

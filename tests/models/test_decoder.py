@@ -11,6 +11,7 @@ from tiers import one_in
 
 from rlhf_jax import config, decoder, policy
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.config import Experts
 from rlhf_jax.models.positions import positions_of
 
 hidden_states = jax.jit(decoder.hidden_states, static_argnames="model")
@@ -255,9 +256,20 @@ def test_bad_shapes_and_configs_are_named():
         ({"head_dim": 7}, "expected an even head_dim from 2 to head_dim = 7, got 7"),
         ({"dtype": "float64"}, "expected dtype float32 or bfloat16, got 'float64'"),
         ({"dtype": "float16"}, "got 'float16'; float16 is for stored parameters"),
+        ({"norm_eps": -1e-5}, "norm_eps: expected a finite number above 0"),
+        ({"rope_theta": 0.0}, "rope_theta: expected a finite number above 0"),
+        ({"embed_scale": 0.0}, "embed_scale: expected a finite number above 0"),
+        ({"vocab_multiple": 0}, "vocab_multiple: expected a finite number above 0"),
+        ({"shared_layers": -1}, "shared_layers: expected a finite number, 0 or more"),
     ]:
         with pytest.raises(InputError, match=message):
             dataclasses.replace(tiny.LLAMA, **change)
+    with pytest.raises(InputError, match="factor: expected a finite number above 0"):
+        config.RopeScaling("linear", 0.0)
+    with pytest.raises(InputError, match="share: expected a number above 0"):
+        config.RopeScaling("proportional", 1.0, share=0.0)
+    with pytest.raises(InputError, match="gate_limit: expected a finite number abo"):
+        Experts(4, 2, gate_limit=0.0)
 
 
 @pytest.mark.cases(slow=1)

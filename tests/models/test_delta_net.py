@@ -318,6 +318,8 @@ def test_what_cannot_be_is_named():
         config.DeltaNet(3, 4, key_dim=2, value_dim=2)
     with pytest.raises(InputError, match="value_dim"):
         config.DeltaNet(2, 4, key_dim=2, value_dim=0)
+    with pytest.raises(InputError, match="conv_width: expected a number of at least 2"):
+        config.DeltaNet(2, 4, key_dim=2, value_dim=2, conv_width=1)
     message = "a delta_net if, and only if, .* got None with 4 recurrent layers"
     with pytest.raises(InputError, match=message):
         dataclasses.replace(tiny.HYBRID, delta_net=None)

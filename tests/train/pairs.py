@@ -28,7 +28,7 @@ from rlhf_jax import hf, rewards
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import command_line
 from rlhf_jax.train.config import capabilities
-from rlhf_jax.train.config.capabilities import FEATURES, TABLE
+from rlhf_jax.train.config.capabilities import CHOICES, TABLE
 from rlhf_jax.train.main import TRAINERS
 
 MODEL = dataclasses.replace(toy_files.MODEL, num_layers=2, max_positions=32)
@@ -250,7 +250,11 @@ def _changed(config, changes):
 def chosen(row):
     """The table's features that a row has."""
     config = config_of(row)
-    return frozenset(name for name, feature in FEATURES.items() if feature(config))
+    return frozenset(
+        name
+        for name, choices in CHOICES.items()
+        if capabilities.first(choices(config)) is not None
+    )
 
 
 @functools.cache

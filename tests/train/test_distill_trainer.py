@@ -116,6 +116,18 @@ def test_a_stopped_run_goes_on_to_the_last_bit(files, tmp_path, capsys):
     )  # the teacher is another model
 
 
+@slow
+def test_the_distance_of_another_teacher_is_no_drift(files, tmp_path):
+    """A teacher of the student's shape is another model from the first step on."""
+    toy_files.checkpoint(tmp_path / "other", seed=5)
+    out = tmp_path / "run"
+    argv = ("--reference", tmp_path / "other", "--num-steps=2", "--alarms.drift=0.2")
+    summary = play(files, out, *argv)
+    first, *_ = metrics.read(out / "metrics.jsonl")
+    assert first["drift/relative"] > 0.2  # the limit of the alarm
+    assert "weight_drift" not in {alarm["name"] for alarm in summary["alarms"]}
+
+
 @pytest.mark.long
 @slow
 def test_a_teacher_anywhere_gives_the_same_numbers(files, tmp_path):

@@ -15,7 +15,7 @@ import traces
 
 from rlhf_jax.runs import metrics
 from rlhf_jax.train import main, trainer
-from rlhf_jax.train.config.capabilities import FEATURES, TABLE
+from rlhf_jax.train.config.capabilities import CHOICES, TABLE
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -116,7 +116,7 @@ def test_a_pair_that_is_refused_has_its_row_in_the_table():
 
 @pytest.mark.slow
 def test_every_feature_of_the_table_is_in_some_row():
-    assert set().union(*map(pairs.chosen, ROWS)) == set(FEATURES)
+    assert set().union(*map(pairs.chosen, ROWS)) == set(CHOICES)
 
 
 def test_every_choice_leaves_a_trace():

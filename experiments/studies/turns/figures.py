@@ -12,6 +12,7 @@ interval over seeds.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from studies.finished import Finished
 
 from rlhf_jax.algorithms.batch import Request
 from rlhf_jax.algorithms.flow import score
+from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.data import batches
 from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.roles.reference import frozen
@@ -134,7 +136,9 @@ class Player:
         return {name: float(np.concatenate(of).mean()) for name, of in rows.items()}
 
     def _load(self, model: str) -> Any:
-        return load_start(model, options=self._config.start, mesh=self._mesh)
+        options = dataclasses.replace(self._config.start, model=model)
+        start = pretrained.described(model, tokenizer=options.tokenizer)
+        return load_start(options, mesh=self._mesh, start=start)
 
 
 def played(

@@ -219,12 +219,6 @@ CHOICES: Mapping[str, Callable[[Config], Mapping[str, bool]]] = {
 }
 
 
-FEATURES: Mapping[str, Callable[[Config], str | None]] = {
-    name: lambda c, choices=choices: first(choices(c))
-    for name, choices in CHOICES.items()
-}
-"""{feature: config -> the first option that chooses it, or None}."""
-
 TABLE: Mapping[tuple[str, str], str] = {
     ("no reference", "asks for a reference"): (
         "the latter needs a reference, such as --reference start"

@@ -184,8 +184,11 @@ class Workers:
     @property
     def of_pool(self) -> dict[str, Any]:
         """The options of the processes, as arguments of a pool."""
-        names = [field.name for field in _WORKERS if field.name != "unsafe_verifier"]
-        return {name: getattr(self, name) for name in names}
+        return {
+            "num_workers": self.num_workers,
+            "timeout": self.timeout,
+            "on_failure": self.on_failure,
+        }
 
     def refuse_unread(self, *, has_pool: bool) -> None:
         """Refuses these options in a run without a verifier or environment."""

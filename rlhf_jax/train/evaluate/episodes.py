@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 import jax
@@ -11,7 +10,6 @@ from jax.sharding import Mesh
 
 from rlhf_jax.algorithms.batch import Prompts, Request, Rollout
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.devices import row_sharding
 from rlhf_jax.environments.finished import EARLY
 from rlhf_jax.environments.programs import Sampled
@@ -22,7 +20,7 @@ from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.train.evaluate.options import Config
 from rlhf_jax.train.rollouts.environment import OpenedEnvironment
-from rlhf_jax.train.rows import ReadRows, read_begun
+from rlhf_jax.train.rows import ReadRows
 
 Array = jax.Array
 BY_ENVIRONMENT = "by_environment"  # the end of an episode that nothing cut
@@ -41,7 +39,7 @@ class Played:
         mesh: Mesh,
     ) -> None:
         """Compiles nothing yet; `begun` are rows begun by the environment `opened`."""
-        self._options, self._opened, self.begun = options, opened, begun
+        self._options, self._opened, self._begun = options, opened, begun
         self._start, self._mesh = start, mesh
         self._samplers: dict[tuple[ModelConfig, bool], EpisodeSampler] = {}
 
@@ -57,7 +55,7 @@ class Played:
         if (shape, greedy) not in self._samplers:
             self._samplers[shape, greedy] = self._opened.sampler(
                 Sampled(shape, self._start.stop_ids, self._options.temperature),
-                begun=self.begun,
+                begun=self._begun,
                 rows=len(prompts.index),
                 home=self._mesh,
                 greedy=greedy,
@@ -75,33 +73,3 @@ def ends(scores: Scores) -> Sequence[str]:
     for name in EARLY:
         names[np.asarray(scores.parts[name], bool)] = name
     return names.tolist()
-
-
-def begin_episodes(
-    options: Config,
-    *,
-    reader: Pretrained,
-    mesh: Mesh,
-    stack: contextlib.ExitStack,
-    receipt: Receipt,
-) -> Played:
-    """Opens the environment and begins episodes from the held-out rows."""
-    assert options.environment is not None
-    opened = OpenedEnvironment(
-        options.environment,
-        pool=options.workers,
-        chat=options.data.chat,
-        max_new_tokens=options.max_new_tokens,
-        start=reader,
-        mesh=mesh,
-        stack=stack,
-    )
-    receipt.gives(f"--environment {options.environment.name}")
-    begun = read_begun(
-        options.data.prompts,
-        pool=opened.pool,
-        encoder=opened.encoder,
-        limits=options.limits(reader),
-        receipt=receipt,
-    )
-    return Played(options, opened=opened, begun=begun, start=reader, mesh=mesh)

@@ -13,9 +13,8 @@ import jax
 
 from rlhf_jax.checkpoints import frozen_models, hf, pretrained
 from rlhf_jax.checkpoints.frozen_models import Loader
-from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import digests
-from rlhf_jax.data.receipts import Receipt, Receipts, items
+from rlhf_jax.data.receipts import Receipts, items
 from rlhf_jax.devices import processes, program_cache, sharding
 from rlhf_jax.evaluation import comparison
 from rlhf_jax.evaluation.comparison import PairFunction
@@ -28,14 +27,15 @@ from rlhf_jax.runs import command_line, folder, lock, metrics, report, run
 from rlhf_jax.runs.object_storage import mirror
 from rlhf_jax.runs.proof import run_files
 from rlhf_jax.runs.report import Role
+from rlhf_jax.train.environment.sampler import OpenedEnvironment
 from rlhf_jax.train.evaluate import responses, results
-from rlhf_jax.train.evaluate.episodes import begin_episodes
+from rlhf_jax.train.evaluate.episodes import Played
 from rlhf_jax.train.evaluate.options import Config
 from rlhf_jax.train.evaluate.programs import Programs
 from rlhf_jax.train.evaluate.responses import Evaluation, Model
 from rlhf_jax.train.reading import load_start, receipt_of
 from rlhf_jax.train.rewards import RewardList, RewardPools
-from rlhf_jax.train.rows import ReadRows, read_prompts
+from rlhf_jax.train.rows import read_rows
 
 STAGE = "evaluate"
 
@@ -49,7 +49,7 @@ def main(options: Config) -> None:
 def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
     """Evaluates, from the options to the results."""
     started, compiled = time.perf_counter(), program_cache.compiled_so_far()
-    mesh, played = options.placement.policy_mesh(), None
+    mesh = options.placement.policy_mesh()
     pools = RewardPools(options, mesh=mesh, stack=stack)
     judge: PairFunction | None = None
     if options.judge is not None:
@@ -61,13 +61,29 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
     )
     receipts = Receipts()
     data = receipts.source("--prompts", options.data.prompts)
-    if options.environment is None:
-        read = read_asked(options, reader=reader, pools=pools, receipt=data)
-    else:
-        played = begin_episodes(
-            options, reader=reader, mesh=mesh, stack=stack, receipt=data
+    opened = played = None
+    if options.environment is not None:
+        opened = OpenedEnvironment(
+            options.environment,
+            pool=options.workers,
+            chat=options.data.chat,
+            max_new_tokens=options.max_new_tokens,
+            start=reader,
+            mesh=mesh,
+            stack=stack,
         )
-        read = played.begun
+    read = read_rows(
+        options.data.prompts,
+        opened=opened,
+        options=options.data,
+        start=reader,
+        limits=options.limits(reader),
+        pools=pools,
+        judge=options.judge,
+        receipt=data,
+    )
+    if opened is not None:
+        played = Played(options, opened=opened, begun=read, start=reader, mesh=mesh)
     data.use("evaluated", items.of_prompts(read.prompts))
     dropped = len(read.rows) - len(read.tokens)
     if dropped:
@@ -89,9 +105,7 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
         frozen_models.check_reference(options.reference, policy=reader)
     if options.reward_model is not None:
         hf.model_config(options.reward_model)
-    start = load_start(
-        options.start.model, options=options.start, mesh=mesh, start=reader
-    )
+    start = load_start(options.start, mesh=mesh, start=reader)
     loader, copy = Loader(start, mesh), frozen_models.COPY
     models: dict[Model, Frozen] = {"policy": loader.reference(None, storage=copy)}
     start = start._replace(params=None)  # the frozen copy suffices
@@ -227,21 +241,3 @@ def empty(run: Path) -> None:
             shutil.rmtree(path)
         elif path.name != lock.NAME:  # this process holds it
             path.unlink()
-
-
-def read_asked(
-    options: Config, *, reader: Pretrained, pools: RewardPools, receipt: Receipt
-) -> ReadRows:
-    """Reads the rows, and the prompts that leave room for a response."""
-    read = read_prompts(
-        options.data.prompts,
-        options=options.data,
-        start=reader,
-        limits=options.limits(reader),
-        receipt=receipt,
-    )
-    pools.check_answers(read.rows)
-    pools.tell(receipt)
-    if options.judge is not None:
-        receipt.gives(f"--judge {options.judge}")
-    return read

@@ -65,7 +65,7 @@ class OpenedEnvironment:
           InputError: a turn may be longer than an episode, or a process has no device
             of the mesh.
         """
-        turn_tokens = options.max_turn_tokens
+        self.name, turn_tokens = options.name, options.max_turn_tokens
         checks.within(
             most=max_new_tokens,
             advice="an episode has the tokens of --max-new-tokens; raise those, or "

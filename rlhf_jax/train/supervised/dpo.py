@@ -52,6 +52,7 @@ from rlhf_jax.data.packing import PackedRow
 from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.devices import moving, row_sharding, sharding
 from rlhf_jax.devices.placement import WITH_POLICY, Place, ReferencePlacement
+from rlhf_jax.devices.row_sharding import Share
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.models.config import ModelConfig
@@ -157,9 +158,8 @@ class Learner(Task[Config]):
         """Returns the tokens of a pair, both texts end to end, or of a packed row."""
         return self.config.data.row_width or 2 * super().row_columns(start)
 
-    def encode(self, rows: list[Row], *, mesh: Mesh, receipts: Receipts) -> Data:
+    def encode(self, rows: list[Row], *, share: Share) -> Data:
         """Encodes rows of one pair, or of as many pairs as fit."""
-        del receipts
         config, start = self.config, self.described
         self._training, self._others = preferences.encode(
             rows, config=config, start=start, receipt=self._receipt
@@ -174,10 +174,10 @@ class Learner(Task[Config]):
         made = packing.packed_batches(
             self._training.rows,
             seed=config.seed,
-            share=row_sharding.row_share(mesh),
+            share=share,
             labels=self._training.labels,
             **self._shape,
-        ).map(lambda batch: row_sharding.put_rows(batch, mesh=mesh))
+        )
         return Data(made, self._training.digested, self._others.digested)
 
     def reference(self, loader: Loader, *, base: Frozen | None) -> Frozen | None:

@@ -25,7 +25,7 @@ from rlhf_jax.algorithms.state import SupervisedState
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import digests
 from rlhf_jax.data.receipts import Receipts
-from rlhf_jax.devices import moving, processes, sharding
+from rlhf_jax.devices import moving, processes, row_sharding, sharding
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.roles.reference import drift, fingerprint, frozen
@@ -58,7 +58,9 @@ def main(task: Task[Any]) -> None:
     if config.check_memory:
         check_memory(task, mesh=mesh)
     # Errors in the user's files are found before a weight is read.
-    data, texts = task.encode(rows, mesh=mesh, receipts=receipts), {}
+    data, texts = task.encode(rows, share=row_sharding.row_share(mesh)), {}
+    put_rows = functools.partial(row_sharding.put_rows, mesh=mesh)
+    data = data._replace(batches=data.batches.map(put_rows))
     if isinstance(config.watch, WatchTexts):
         texts = read_texts(config.watch, task.described, receipts=receipts)
     processes.agree(
@@ -91,7 +93,8 @@ def main(task: Task[Any]) -> None:
         stops=limits.stops if limits.stop else None,
         data=receipt_of(receipts, start=start),
     ) as job:
-        tell(task, session, initial, columns=task.columns(first))
+        columns = task.texts(first)[0][1].shape[1]
+        tell(task, session, initial, columns=columns)
         meta: dict[str, Any] = {
             "data_digest": digests.of_tokens(data.trained_on),
             **start.meta,

@@ -24,21 +24,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from rlhf_jax.algorithms import reward_model
 from rlhf_jax.algorithms.batch import Preferences, Prompts, Rollout, Sequences
 from rlhf_jax.algorithms.flow import rollout
-from rlhf_jax.algorithms.state import Optimizer as Transformation
 from rlhf_jax.algorithms.state import SupervisedState
-from rlhf_jax.checkpoints import hf, peft, pretrained
+from rlhf_jax.checkpoints import hf, pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import batches, encoding, files, splits
 from rlhf_jax.data.batches import Batches
@@ -46,9 +44,9 @@ from rlhf_jax.data.examples import Example
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.lengths import Limits
 from rlhf_jax.data.receipts import Receipts, items
-from rlhf_jax.devices import processes, row_sharding, sharding
+from rlhf_jax.devices import processes, sharding
+from rlhf_jax.devices.row_sharding import Share
 from rlhf_jax.functional.masked import Stats
-from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import merge
 from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference import frozen
@@ -124,6 +122,7 @@ class RewardModel(Task[Config]):
     role, option = "reward model", "--reward-model"
     called = "pairs"
     texts_per_row = 2
+    step = staticmethod(reward_model.update)
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -142,11 +141,11 @@ class RewardModel(Task[Config]):
 
     def read(self, receipts: Receipts) -> list[Row]:
         """Reads the pairs."""
-        path = self.config.data.data
+        path, self._receipts = self.config.data.data, receipts
         self._receipt = receipts.source("--data", path, called="pairs")
         return files.read_preferences(path, receipt=self._receipt)
 
-    def encode(self, rows: list[Row], *, mesh: Mesh, receipts: Receipts) -> Data:
+    def encode(self, rows: list[Row], *, share: Share) -> Data:
         """Encodes the pairs, and the prompts or texts for normalising the scores."""
         config, data, receipt = self.config, self.config.data, self._receipt
         start = self.described
@@ -160,11 +159,11 @@ class RewardModel(Task[Config]):
             ),
             margin=data.margin_field,
         )
-        pairs, self._held_out = splits.hold_out(
+        pairs, self._others = splits.hold_out(
             everything, share=config.watch.held_out, seed=config.seed, receipt=receipt
         )
         receipt.use("training", items.of_pairs(pairs))
-        receipt.use("held out", items.of_pairs(self._held_out))
+        receipt.use("held out", items.of_pairs(self._others))
         batch_size = config.batch.batch_size
         preferences = batches.preference_batches(
             pairs,
@@ -172,11 +171,11 @@ class RewardModel(Task[Config]):
             seed=config.seed,
             pad_id=start.pad_id,
             buckets=data.buckets,
-            share=row_sharding.row_share(mesh),
-        ).map(lambda batch: row_sharding.put_rows(batch, mesh=mesh))
+            share=share,
+        )
         match config.method.normalise:
             case Samples() as samples:
-                sampled = receipts.source(
+                sampled = self._receipts.source(
                     "--data, to sample from", data.data, called="prompts"
                 )
                 sampled.rows_of(receipt)
@@ -198,11 +197,11 @@ class RewardModel(Task[Config]):
                     start=start,
                     limits=Limits(start.limit(data.max_length), data.overlong),
                     batch_size=batch_size,
-                    receipt=receipts.source("--normalise demonstrations", source),
+                    receipt=self._receipts.source("--normalise demonstrations", source),
                 )
             case None:
                 pass
-        return Data(preferences, pairs, self._held_out)
+        return Data(preferences, pairs, self._others)
 
     def trained(self, start: Pretrained, key: Array) -> Params:
         """Makes a fresh head, on the trunk or on adapters over it."""
@@ -211,18 +210,6 @@ class RewardModel(Task[Config]):
         if lora is not None:
             return rewards.from_base(self._head_key, model=model, lora=lora)
         return rewards.init(self._head_key, start.params, model=model)
-
-    def update(
-        self, *, model: ModelConfig, optimizer: Transformation
-    ) -> Callable[..., Any]:
-        """Returns one optimizer step on the Bradley-Terry loss."""
-        return functools.partial(
-            reward_model.update,
-            model=model,
-            optimizer=optimizer,
-            micro_batch_size=self.config.method.micro_batch_size,
-            lora=self.config.start.lora,
-        )
 
     def rehearse(self, session: Session) -> dict[str, Any]:
         """Makes the programs that score and sample."""
@@ -281,7 +268,7 @@ class RewardModel(Task[Config]):
 
     def evaluate(self, params: Params, base: Frozen | None) -> Stats:
         """Returns the share of held-out pairs whose chosen response scores higher."""
-        pairs = self._held_out
+        pairs = self._others
         if not pairs:
             return {}
         chosen = [Example(pair.prompt, pair.chosen) for pair in pairs]
@@ -317,20 +304,14 @@ class RewardModel(Task[Config]):
             scores = jnp.asarray(self._scores)
             params = rewards.normalise(params, scores=scores, std=std)
         if base is not None and lora is not None:
-            new = not (to / "adapter").exists()
-            if new:
-                peft.save(
-                    to / "adapter",
-                    model=start.model,
-                    adapters=trained | {"score": params["score"]},
-                    lora=lora,
-                    base_fingerprint=frozen.source_fingerprint_of(
-                        base, fetch=processes.whole
-                    ).root,
-                    base_name=self.config.start.model,
-                    dtype=start.save_dtype,
-                )
-            exported.write(to / "adapter", anew=new)
+            pretrained.save_adapter(
+                to,
+                trained | {"score": params["score"]},
+                start=start,
+                base=base,
+                lora=lora,
+                name=self.config.start.model,
+            )
         new = pretrained.is_new(to / "model", start=start)
         if new:
             hf.save_reward(

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import jax
@@ -32,19 +32,18 @@ from jax.sharding import Mesh
 
 from rlhf_jax.algorithms import sft
 from rlhf_jax.algorithms.batch import Sequences
-from rlhf_jax.algorithms.state import Optimizer as Transformation
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import batches, hub, packing, splits, tokenization
 from rlhf_jax.data.examples import Text, Tokens
 from rlhf_jax.data.receipts import Receipt, Receipts, items
 from rlhf_jax.data.text import Question
-from rlhf_jax.devices import row_sharding, sharding
+from rlhf_jax.devices import sharding
+from rlhf_jax.devices.row_sharding import Share
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.errors import located, refuse
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.models import config as models
 from rlhf_jax.models import decoder, layout
-from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference.frozen import Frozen, adapted_params
 from rlhf_jax.runs import report
 from rlhf_jax.train import commands
@@ -133,6 +132,7 @@ class SFT(Task[Config]):
     """Trains a policy from demonstrations or text."""
 
     called = "demonstrations"
+    step = staticmethod(sft.update)
 
     def read(self, receipts: Receipts) -> Any:
         """Reads rows of demonstrations, or a text."""
@@ -164,9 +164,8 @@ class SFT(Task[Config]):
         )
         return saved(start, options.save_dtype)
 
-    def encode(self, rows: Any, *, mesh: Mesh, receipts: Receipts) -> Data:
+    def encode(self, rows: Any, *, share: Share) -> Data:
         """Encodes rows of one example, or of as many examples as fit."""
-        del receipts
         config, start, receipt = self.config, self.described, self._receipt
         examples = demonstrations.encode(
             rows, options=config.data, start=start, receipt=receipt
@@ -178,7 +177,7 @@ class SFT(Task[Config]):
             "batch_size": config.batch.batch_size,
             "seed": config.seed,
             "pad_id": start.pad_id,
-            "share": row_sharding.row_share(mesh),
+            "share": share,
         }
         width = config.data.row_width
         if width is None:
@@ -191,20 +190,7 @@ class SFT(Task[Config]):
         self._held_out = batches.sequences_in_order(
             held_out, batch_size=config.batch.batch_size, pad_id=start.pad_id
         )
-        made = made.map(lambda batch: row_sharding.put_rows(batch, mesh=mesh))
         return Data(made, examples, held_out)
-
-    def update(
-        self, *, model: ModelConfig, optimizer: Transformation
-    ) -> Callable[..., Any]:
-        """Returns one optimizer step on the cross-entropy of the responses."""
-        return functools.partial(
-            sft.update,
-            model=model,
-            optimizer=optimizer,
-            micro_batch_size=self.config.method.micro_batch_size,
-            lora=self.config.start.lora,
-        )
 
     def rehearse(self, session: Session) -> dict[str, Any]:
         """Makes the program of the held-out loss."""

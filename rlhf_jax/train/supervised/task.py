@@ -18,6 +18,7 @@ from rlhf_jax.checkpoints.frozen_models import Loader
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.data.receipts import Receipts
+from rlhf_jax.devices.row_sharding import Share
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import init as init_adapters
@@ -72,6 +73,7 @@ class Task(abc.ABC, Generic[Config]):
     role: ClassVar[str] = "policy"  # role of the trained model
     option: ClassVar[str] = "--model"  # option of the next command for OUT/model
     texts_per_row: ClassVar[int] = 1  # texts of a row that models read separately
+    step: ClassVar[Callable[..., Any]]  # of `update`
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -88,7 +90,8 @@ class Task(abc.ABC, Generic[Config]):
     @functools.cached_property
     def described(self) -> Pretrained:
         """--model, read from its config and tokenizer, without parameters."""
-        return pretrained.described(self._path, tokenizer=self.config.start.tokenizer)
+        start = self.config.start
+        return pretrained.described(start.model, tokenizer=start.tokenizer)
 
     def row_columns(self, start: Pretrained) -> int:
         """Returns the most tokens of a row that models read at a time."""
@@ -96,23 +99,11 @@ class Task(abc.ABC, Generic[Config]):
 
     def load(self, mesh: Mesh) -> Pretrained:
         """Loads --model with its parameters."""
-        start = self.config.start
-        return load_start(
-            self._path,
-            options=start,
-            save_dtype=start.save_dtype,
-            lora=start.lora,
-            mesh=mesh,
-            start=self.described,
-        )
-
-    @property
-    def _path(self) -> str:
-        return self.config.start.model
+        return load_start(self.config.start, mesh=mesh, start=self.described)
 
     @abc.abstractmethod
-    def encode(self, rows: Any, *, mesh: Mesh, receipts: Receipts) -> Data:
-        """Encodes the rows as batches."""
+    def encode(self, rows: Any, *, share: Share) -> Data:
+        """Encodes the rows as batches, of which this process reads a share."""
 
     def trained(self, start: Pretrained, key: Array) -> Params:
         """Returns the trained parameters before the first update."""
@@ -126,9 +117,15 @@ class Task(abc.ABC, Generic[Config]):
         del loader, base
         return None
 
-    @abc.abstractmethod
     def update(self, *, model: ModelConfig, optimizer: Optimizer) -> Callable[..., Any]:
         """Returns a function (state, batch=, base=, **inputs) -> (state, stats)."""
+        return functools.partial(
+            self.step,
+            model=model,
+            optimizer=optimizer,
+            micro_batch_size=self.config.method.micro_batch_size,
+            lora=self.config.start.lora,
+        )
 
     def rehearse(self, session: Session) -> dict[str, Any]:
         """Makes the programs; returns arrays with the shapes of `inputs`."""
@@ -151,10 +148,6 @@ class Task(abc.ABC, Generic[Config]):
     def texts(self, batch: Any) -> list[Masks]:
         """Returns (segments or mask, response mask) of each text array of a batch."""
 
-    def columns(self, batch: Any) -> int:
-        """Returns the number of columns of a batch."""
-        return self.texts(batch)[0][1].shape[1]
-
     @abc.abstractmethod
     def evaluate(self, params: Params, base: Frozen | None) -> Stats:
         """Evaluates parameters on the held-out data; empty if there is none."""
@@ -169,7 +162,7 @@ class Task(abc.ABC, Generic[Config]):
             start=session.start,
             base=session.models.base,
             lora=self.config.start.lora,
-            name=self._path,
+            name=self.config.start.model,
         )
         return trained, session.models.base
 

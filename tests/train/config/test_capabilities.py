@@ -11,7 +11,7 @@ from places import ROOT
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import command_line
 from rlhf_jax.train.config import capabilities
-from rlhf_jax.train.config.capabilities import FEATURES, TABLE
+from rlhf_jax.train.config.capabilities import CHOICES, TABLE, first
 from rlhf_jax.train.main import TRAINERS
 
 # Two features as a user writes them, after the name of the method.
@@ -89,14 +89,14 @@ def violated(config):
     return [
         pair
         for pair in TABLE
-        if all(FEATURES[feature](config) is not None for feature in pair)
+        if all(first(CHOICES[feature](config)) is not None for feature in pair)
     ]
 
 
 def test_the_table_is_short_and_every_row_has_a_command_line():
     assert list(PAIRS) == list(TABLE)
     assert len(TABLE) <= 25
-    assert set(FEATURES) == set(itertools.chain(*TABLE))
+    assert set(CHOICES) == set(itertools.chain(*TABLE))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_two_features_that_exclude_each_other_are_refused_with_the_reason(pair, 
         check(config)
     assert TABLE[pair] in str(error.value)
     for feature in pair:  # both are named as the user wrote them
-        assert str(FEATURES[feature](config)) in str(error.value)
+        assert str(first(CHOICES[feature](config))) in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_a_command_line_is_refused(monkeypatch, check):
 def test_a_method_refuses_an_option_by_what_the_method_is_alone(name, check):
     alone = parse(name)
     check(alone)
-    own = {feature for feature in FEATURES if FEATURES[feature](alone)}
+    own = {feature for feature in CHOICES if first(CHOICES[feature](alone))}
     for options in features.OPTIONS.values():
         for pair in violated(parse(f"{name} {options}")):
             assert own & set(pair), (options, pair)
