@@ -334,6 +334,16 @@ def test_resume_with_another_reward_warns(tmp_path, capsys, monkeypatch):
     assert versions["mine.score.py"] == f"sha256 {before} then sha256 {after}"
 
 
+def test_a_version_that_the_start_did_not_record(tmp_path):
+    """A run of an older version has no hash of its reward, and gains it on a resume."""
+    path = open_run(Config(out=tmp_path)) / "config.json"
+    used = json.loads(path.read_text())["versions"]
+    for _ in range(2):
+        folder.record_versions(tmp_path, {**used, "mine.py": "sha256 1234"})
+        versions = json.loads(path.read_text())["versions"]
+        assert versions == {**used, "mine.py": "not recorded then sha256 1234"}
+
+
 def test_a_kind_of_reward_is_no_module(tmp_path, monkeypatch):
     """A user's model.py has no part in x=model:PATH, nor hf.py in hf:NAME:SPLIT."""
     monkeypatch.chdir(tmp_path)
