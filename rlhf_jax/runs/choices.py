@@ -33,7 +33,8 @@ from rlhf_jax.devices import mesh_shape
 from rlhf_jax.functional.checks import InputError
 
 TRUTH = {"true": True, "false": False}
-
+NAMES = {int: "a whole number", float: "a number", str: "a text", Path: "a path"}
+NAMES |= {bool: "true or false", types.NoneType: "None"}
 
 REGISTRY = ConstructorRegistry()
 """Lets tyro read choices: `tyro.cli(..., registry=choices.REGISTRY)`."""
@@ -231,7 +232,7 @@ def build(kind: Any, values: dict[str, str], *, written: str) -> Any:
         except (InputError, ValueError, TypeError) as error:
             why = f"{name}: {error}"
             if not isinstance(error, InputError):
-                expected = f"expected {name} to be {_described(hints[name])}"
+                expected = f"expected {name} to be {described(hints[name])}"
                 why = f"{expected}, got {value!r}; correct it"
             raise InputError(f"{written!r}: {why}") from None
     return kind(**made)
@@ -297,16 +298,17 @@ def _first(kind: Any) -> str:
     return dataclasses.fields(kind)[0].name
 
 
-def _described(annotation: Any) -> str:
-    inner = [one for one in typing.get_args(annotation) if one is not type(None)]
+def described(annotation: Any) -> str:
+    """Returns an annotation in words, for messages: "a number or None"."""
+    inner = typing.get_args(annotation)
     if typing.get_origin(annotation) is Literal:
-        return " or ".join(map(str, inner))
+        return f"one of {', '.join(map(str, inner))}"
+    if (own := spec(annotation)) is not None:
+        return f"a text {own.metavar}"
     if is_union(annotation):
-        return " or ".join(map(_described, inner))
-    names = {
-        int: "an integer",
-        float: "a number",
-        bool: "true or false",
-        Path: "a path",
-    }
-    return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
+        return " or ".join(map(described, inner))
+    if dataclasses.is_dataclass(annotation):
+        names = (field.name for field in dataclasses.fields(annotation))
+        return f"an object with {', '.join(names)}"
+    name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    return NAMES.get(annotation, name)
