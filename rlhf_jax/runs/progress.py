@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rich import progress
 from rich.console import Console
@@ -60,10 +60,7 @@ class Progress:
         self._between = seconds_between_lines
         self._console = console or Console()
         self._bars = progress.Progress(
-            progress.TextColumn("{task.description}"),
-            progress.BarColumn(bar_width=12),
-            progress.MofNCompleteColumn(),
-            progress.TimeRemainingColumn(),
+            *_columns(),
             progress.TextColumn("{task.fields[numbers]}", markup=False),
             console=self._console,
             speed_estimate_period=600.0,
@@ -153,7 +150,8 @@ def track(
                 continue
             console = console or Console(stderr=True)
             if console.is_terminal:
-                bars = stack.enter_context(_bars(console))
+                bars = progress.Progress(*_columns(), console=console, transient=True)
+                stack.enter_context(bars)
                 shown = bars, bars.add_task(what, total=total, completed=done)
             elif now - last > SECONDS_BETWEEN_LINES:
                 last = now
@@ -172,11 +170,10 @@ def batches(
     return track(slices, what, total=len(items), amount=len, console=console)
 
 
-def _bars(console: Console) -> progress.Progress:
-    columns: list[Any] = [
+def _columns() -> tuple[progress.ProgressColumn, ...]:
+    return (
         progress.TextColumn("{task.description}", markup=False),
         progress.BarColumn(bar_width=12),
         progress.MofNCompleteColumn(),
         progress.TimeRemainingColumn(),
-    ]
-    return progress.Progress(*columns, console=console, transient=True)
+    )

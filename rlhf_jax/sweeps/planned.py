@@ -147,46 +147,50 @@ def begin(sweep: Sweep, *, out: Path) -> None:
         },
     }
     plan = json.loads(json.dumps(plan, default=str))  # tuples are lists, dates texts
-    names = ["a file"] if out.exists() else []
-    if out.is_dir():
-        names = sorted({child.name for child in out.iterdir()} - {lock.NAME})
-    got = ", ".join(names[:4])
-    begun: dict[str, Any] | None = None
+    before, got = None, ""
     if path.exists():
         try:
-            read = parsing.read_object(
-                path, expected=EXPECTED, advice=ADVICE, shape=SHAPE
-            )
-            sums.opened(path)
-            begun = read
+            before = _read(path)
         except InputError as error:
-            got = f"{error}"
+            got = str(error)
         except ValueError as error:
             got = f"a {BEGUN} that cannot be read: {error}"
-    if begun is not None:
-        before = {name: begun.get(name) for name in ("trainer", "program", "options")}
-        cells = begun.get("cells", {})
-        known = {name: now for name, now in plan["cells"].items() if name in cells}
-        for name, value, now in [
-            *((name, value, plan[name]) for name, value in before.items()),
-            *((f"cell {name}", cells[name], now) for name, now in known.items()),
-        ]:
-            if value != now:
-                raise InputError(
-                    f"--out {out}: expected the sweep that this folder began with, "
-                    f"whose {_difference(name, value, now)}; give another --out, or "
-                    f"change it back"
-                )
-        plan |= {"cells": cells | plan["cells"]}
-        folder.write_json(path, sums.sealed(plan, files={}))
-        return
+    elif out.is_dir():
+        names = {child.name for child in out.iterdir()} - {lock.NAME}
+        got = ", ".join(sorted(names)[:4])
+    elif out.exists():
+        got = "a file"
     if got:
         raise InputError(
             f"--out {out}: expected a folder of a sweep, or none, got {got}; give "
             f"another"
         )
+    if before is not None:
+        cells = before.get("cells", {})
+        for name, was, now in (
+            *((n, before[n], plan[n]) for n in ("trainer", "program", "options")),
+            *(
+                (f"cell {name}", cells[name], now)
+                for name, now in plan["cells"].items()
+                if name in cells
+            ),
+        ):
+            if was != now:
+                raise InputError(
+                    f"--out {out}: expected the sweep that this folder began with, "
+                    f"whose {_difference(name, was, now)}; give another --out, or "
+                    f"change it back"
+                )
+        plan["cells"] = cells | plan["cells"]
     out.mkdir(parents=True, exist_ok=True)
     folder.write_json(path, sums.sealed(plan, files={}))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Reads sweep.json; InputError if it is another file, ValueError if changed."""
+    plan = parsing.read_object(path, expected=EXPECTED, advice=ADVICE, shape=SHAPE)
+    sums.opened(path)
+    return plan
 
 
 def begun(out: Path) -> Sweep:
