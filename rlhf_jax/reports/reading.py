@@ -34,8 +34,8 @@ class Run:
     metrics: list[Row]
     summary: dict[str, Any] | None  # None while it runs
     name: str  # shortest path that distinguishes it from the other runs
-    faults: list[str] = dataclasses.field(default_factory=list)  # of its files
-    unproven: list[str] = dataclasses.field(default_factory=list)  # of its files
+    faults: Sequence[str] = ()  # of its files
+    unproven: Sequence[str] = ()  # of its files
 
     @property
     def samples(self) -> Iterator[Row]:

@@ -214,15 +214,27 @@ def _words(
             continue
         if spec is not None:
             words += [option, *spec.str_from_instance(value)]
-        elif isinstance(value, bool):
-            start, _, last = option.rpartition(".")
-            off = f"{start}.no-{last}" if start else f"--no-{option[2:]}"
-            words += [option if value else off]
-        elif isinstance(value, tuple):
-            words += [option, *map(str, value)]
         else:
-            words += [option, str(value)]
+            words += words_of(f"{prefix}{name}", value)
     return words, faults
+
+
+def words_of(option: str, value: Any) -> list[str]:
+    """Returns an option on a command line; True is --name, False is --no-name."""
+    group, dot, last = option.replace("_", "-").removeprefix("--").rpartition(".")
+    name = f"--{group}{dot}{last}"
+    if isinstance(value, bool):
+        return [name if value else f"--{group}{dot}no-{last}"]
+    if isinstance(value, list | tuple):
+        return [name, *map(word, value)]
+    return [f"{name}={word(value)}"]
+
+
+def word(value: Any) -> str:
+    """Returns a value as text of a command line; 1.0 is 1."""
+    if isinstance(value, float) and math.isfinite(value) and value == int(value):
+        return str(int(value))
+    return str(value)
 
 
 def _with_successor(line: str, renamed: Mapping[str, str]) -> str:

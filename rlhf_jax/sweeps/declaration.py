@@ -15,7 +15,6 @@ import collections
 import dataclasses
 import difflib
 import itertools
-import math
 import re
 import runpy
 import sys
@@ -26,6 +25,7 @@ from typing import Any
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.errors import refuse
 from rlhf_jax.runs import parsing
+from rlhf_jax.runs.run_config import word
 
 Value = Any  # value of an option: a number, text, bool, or a list of these
 FIELDS = (
@@ -294,24 +294,6 @@ def measure(name: str, value: Any, *, source: str) -> Measure:
     return made
 
 
-def words(option: str, value: Value) -> list[str]:
-    """Returns an option's words on a command line; True is --name, False --no-name."""
-    name = option.replace("_", "-")
-    if isinstance(value, bool):
-        *groups, last = name.split(".")
-        return [f"--{name}" if value else "--" + ".".join([*groups, f"no-{last}"])]
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [f"--{name}", *map(word, value)]
-    return [f"--{name}={word(value)}"]
-
-
 def hashable(value: Value) -> Value:
     """Returns a value with lists of any depth as tuples."""
     return tuple(map(hashable, value)) if isinstance(value, list) else value
-
-
-def word(value: Value) -> str:
-    """Returns a value as text of a command line; 1.0 is 1."""
-    if isinstance(value, float) and math.isfinite(value) and value == int(value):
-        return str(int(value))
-    return str(value)

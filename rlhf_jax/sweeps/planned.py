@@ -18,6 +18,7 @@ from typing import Any
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import folder, lock, parsing
 from rlhf_jax.runs.proof import run_files, sums
+from rlhf_jax.runs.run_config import words_of
 from rlhf_jax.sweeps import declaration
 from rlhf_jax.sweeps.declaration import (
     TRAINER,
@@ -25,7 +26,6 @@ from rlhf_jax.sweeps.declaration import (
     Sweep,
     Value,
     hashable,
-    words,
 )
 
 BEGUN = "sweep.json"
@@ -100,7 +100,7 @@ def runs_of(sweep: Sweep, *, out: Path) -> list[Planned]:
                 shown = ("rlhf-jax", trainer)
             place = Path(cell.name) / f"seed_{seed}"
             own = [*sweep.options.items(), *cell.options]
-            options = [one for option in own for one in words(*option)]
+            options = [one for option in own for one in words_of(*option)]
             planned.append(
                 Planned(
                     cell=cell,

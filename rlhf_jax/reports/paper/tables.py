@@ -10,9 +10,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from rlhf_jax.reports.paper.latex import escaped
+from rlhf_jax.runs.run_config import word
 from rlhf_jax.sweeps import claims, results, statistics
 from rlhf_jax.sweeps.claims import Answered, Numbers
-from rlhf_jax.sweeps.declaration import Cell, Sweep, short, word
+from rlhf_jax.sweeps.declaration import Cell, Sweep, short
 from rlhf_jax.sweeps.results import Results
 from rlhf_jax.sweeps.statistics import Interval
 
