@@ -214,14 +214,10 @@ def _combined(
 
     A result that overflows float64 is left out, like a run without a number.
     """
-    if isinstance(left, Mapping):
-        seeds = [
-            seed for seed in left if not isinstance(right, Mapping) or seed in right
-        ]
-    elif isinstance(right, Mapping):
-        seeds = list(right)
-    else:
+    sides = [side for side in (left, right) if isinstance(side, Mapping)]
+    if not sides:
         return float(operation(left, right))
+    seeds = [seed for seed in sides[0] if seed in sides[-1]]
     ours, theirs = (
         side if isinstance(side, Mapping) else dict.fromkeys(seeds, side)
         for side in (left, right)
