@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 
 from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.runs import parsing
 from rlhf_jax.runs.snapshots import integrity
 from rlhf_jax.runs.snapshots.integrity import DIGESTS, DamagedError
 
@@ -110,7 +110,12 @@ def _batches(folder: Path, step: int) -> Iterator[set[str]]:
 def _read_meta(folder: Path, step: int) -> tuple[dict[str, Any], dict[str, str]]:
     where = folder / str(step)
     with damage_named(where):
-        saved = json.loads((where / "meta" / "metadata").read_text("utf-8"))
+        text = (where / "meta" / "metadata").read_bytes()
+    try:
+        source = parsing.Source("meta", "a JSON object")
+        saved = parsing.of_json(text, source, size=None, foreign=True)
+    except InputError as error:
+        raise integrity.damaged(where, [str(error)]) from None
     return split(saved, where)
 
 
