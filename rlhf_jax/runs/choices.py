@@ -19,7 +19,7 @@ import functools
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -93,6 +93,24 @@ def is_unnamed(hint: Any) -> bool:
     """Returns whether a group's options leave out its name."""
     extras = getattr(hint, "__metadata__", ())
     return any(getattr(one, "name", None) == "" for one in extras)
+
+
+def options(wanted: Any, *, prefix: str = "--") -> Iterator[tuple[str, Any]]:
+    """Yields (option, annotation) for a config's tree, or a function's arguments.
+
+    These are one per choice or plain value, and those of each group's fields.
+    """
+    hints = typing.get_type_hints(wanted, include_extras=True)
+    names = [name for name in hints if name != "return"]
+    if dataclasses.is_dataclass(wanted):
+        names = [field.name for field in dataclasses.fields(wanted)]
+    for name in names:
+        hint, option = hints[name], f"{prefix}{name}".replace("_", "-")
+        if dataclasses.is_dataclass(bare(hint)) and spec_of(hint) is None:
+            inner = prefix if is_unnamed(hint) else f"{option}."
+            yield from options(bare(hint), prefix=inner)
+        else:
+            yield option, hint
 
 
 def metavar(choice: Any) -> str:

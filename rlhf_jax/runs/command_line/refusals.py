@@ -11,7 +11,6 @@ import io
 import itertools
 import re
 import sys
-import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -115,28 +114,6 @@ def call(
         cli(bound, prog=prog, args=args)()
 
 
-def option_names(wanted: Any, *, prefix: str = "--") -> set[str]:
-    """Returns the options of a config or function.
-
-    These are one per choice or plain value, and those of each group's fields.
-    """
-    hints = typing.get_type_hints(wanted, include_extras=True)
-    names: Iterable[str] = hints.keys() - {"return"}
-    if dataclasses.is_dataclass(wanted):
-        names = [field.name for field in dataclasses.fields(wanted)]
-    options: set[str] = set()
-    for name in names:
-        hint = hints[name]
-        group = choices.bare(hint)
-        option = f"{prefix}{name.replace('_', '-')}"
-        if dataclasses.is_dataclass(group) and choices.spec_of(hint) is None:
-            inner = prefix if choices.is_unnamed(hint) else f"{option}."
-            options |= option_names(group, prefix=inner)
-        else:
-            options.add(option)
-    return options
-
-
 @dataclasses.dataclass(frozen=True)
 class Naming:
     """A context in which the messages of errors are rewritten by `in_options`.
@@ -157,7 +134,7 @@ class Naming:
         """Rewrites the message of an InputError, which goes on."""
         if isinstance(error, InputError):
             args = sys.argv[1:] if self.args is None else self.args
-            options = option_names(self.wanted)
+            options = dict(choices.options(self.wanted))
             error.args = (in_options(str(error), options=options, args=args),)
 
 
