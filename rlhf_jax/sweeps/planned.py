@@ -217,7 +217,7 @@ def begun(out: Path) -> Sweep:
                 for one in asked["cells"]
             ),
             measures={
-                name: declaration.measure(name, one, source=str(path))
+                name: declaration.measure(name, one)
                 for name, one in asked["measures"].items()
             },
             claims={name: str(claim) for name, claim in asked["claims"].items()},
