@@ -65,16 +65,15 @@ class RunConfig:
     def __post_init__(self) -> None:
         # From here on `out` is a local path: of an address, its spool.
         object.__setattr__(self, "out", mirror.local(self.out))
-        checks.at_least_one(**{"--snapshot-every": self.snapshot_every})
-        checks.at_least_one(**{"--keep-snapshots": self.keep_snapshots})
+        checks.at_least_one(
+            snapshot_every=self.snapshot_every, keep_snapshots=self.keep_snapshots
+        )
         checks.within(
             least=0,
             advice="choose a snapshot of OUT/snapshots/STAGE, or 0 for its start",
-            **{"--resume-from": self.resume_from},
+            resume_from=self.resume_from,
         )
-        checks.within(
-            least=0, most=2**32 - 1, advice="choose another", **{"--seed": self.seed}
-        )
+        checks.within(least=0, most=2**32 - 1, advice="choose another", seed=self.seed)
         if self.profile is not None:
             Window.parse(self.profile)
         for extra, package in self.loggers.items():
