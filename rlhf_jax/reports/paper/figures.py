@@ -67,15 +67,15 @@ class Drawn(NamedTuple):
         )
 
 
-def of_measures(sweep: Sweep, of: Results, *, width: float, note: str) -> list[Drawn]:
-    """Draws each measure that some run has; `note` is added to every caption."""
+def of_measures(sweep: Sweep, of: Results, *, width: float) -> list[Drawn]:
+    """Draws each measure that some run has."""
     from matplotlib import rc_context
 
     with rc_context(STYLE):
         return [
             Drawn(
                 name,
-                _caption(name, sweep, of) + note,
+                _caption(name, sweep, of),
                 _figure(name, sweep, of, width=width),
             )
             for name, of_cells in of.values.items()
@@ -83,7 +83,7 @@ def of_measures(sweep: Sweep, of: Results, *, width: float, note: str) -> list[D
         ]
 
 
-def of_frontiers(sweep: Sweep, of: Results, *, width: float, note: str) -> list[Drawn]:
+def of_frontiers(sweep: Sweep, of: Results, *, width: float) -> list[Drawn]:
     """Draws each other measure against the first measure that is a KL, if any is.
 
     Each cell is drawn with the seeds that have both measures.
@@ -111,7 +111,7 @@ def of_frontiers(sweep: Sweep, of: Results, *, width: float, note: str) -> list[
                 f"{name}, {_what(sweep.measures[name])}, against {kls[0]}, "
                 f"{_what(sweep.measures[kls[0]])}: means over seeds of each cell "
                 f"({', '.join(tables.axes(sweep))}) with 95% Student's t intervals of "
-                f"both; small dots are seeds.{note}"
+                f"both; small dots are seeds."
             )
             with rc_context(STYLE):
                 axes = (kls[0], name)
