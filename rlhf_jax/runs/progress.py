@@ -47,17 +47,10 @@ class Progress:
     """
 
     def __init__(
-        self,
-        num_steps: Mapping[str, int],
-        *,
-        shown: Sequence[str] = SHOWN,
-        seconds_between_lines: float = SECONDS_BETWEEN_LINES,
-        console: Console | None = None,
+        self, num_steps: Mapping[str, int], *, console: Console | None = None
     ) -> None:
-        """Takes {stage: number of steps}, and the names of the metrics to show."""
+        """Takes {stage: number of steps}."""
         self._num_steps = num_steps
-        self._shown = shown
-        self._between = seconds_between_lines
         self._console = console or Console()
         self._bars = progress.Progress(
             *_columns(),
@@ -84,7 +77,7 @@ class Progress:
             self._console.print(Text(line, style="bold red"), soft_wrap=True)
         shown = [
             f"{name.rpartition('/')[-1]} {report.cell(row[name], of=name)}"
-            for name in self._shown
+            for name in SHOWN
             if name in row
         ]
         if active:
@@ -92,7 +85,7 @@ class Progress:
         numbers = "  ".join(shown)
         self._bars.update(self._bar, completed=step + 1, numbers=numbers)
         now, ended = time.monotonic(), step + 1 == self._num_steps[stage]
-        due = ended or now - self._last_line >= self._between
+        due = ended or now - self._last_line >= SECONDS_BETWEEN_LINES
         if due and not self._console.is_terminal:
             self._last_line = now
             left = self._bars.tasks[self._bar].time_remaining
@@ -107,7 +100,7 @@ class Progress:
 
 
 @contextlib.contextmanager
-def hidden(hide: bool = True) -> Iterator[None]:
+def hidden(hide: bool) -> Iterator[None]:
     """Shows no progress inside (--no-progress)."""
     before = _hidden.set(hide)
     try:
@@ -162,11 +155,10 @@ def batches(
     items: Sequence[Item],
     what: str,
     *,
-    size: int = BATCH,
     console: Console | None = None,
 ) -> Iterator[Sequence[Item]]:
-    """Yields slices of at most `size` items, and shows progress as `track` does."""
-    slices = (items[start : start + size] for start in range(0, len(items), size))
+    """Yields slices of at most BATCH items, and shows progress as `track` does."""
+    slices = (items[start : start + BATCH] for start in range(0, len(items), BATCH))
     return track(slices, what, total=len(items), amount=len, console=console)
 
 
