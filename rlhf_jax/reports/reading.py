@@ -133,13 +133,9 @@ def read_all(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
     """
     places = folders(paths)
     names = short_names(places)
-    runs, waiting = [], []
-    for place, name in zip(places, names, strict=True):
-        run = read(place, name=name)
-        if run is None:
-            waiting.append(name)
-        else:
-            runs.append(run)
+    all_runs = [read(at, name=name) for at, name in zip(places, names, strict=True)]
+    runs = [run for run in all_runs if run is not None]
+    waiting = [n for n, run in zip(names, all_runs, strict=True) if run is None]
     if not runs:
         raise InputError(
             f"{', '.join(map(str, paths)):.200}: expected rows in metrics.jsonl, got "
