@@ -316,17 +316,21 @@ def _first(kind: Any) -> str:
     return dataclasses.fields(kind)[0].name
 
 
-def described(annotation: Any) -> str:
+def described(hint: Any) -> str:
     """Returns an annotation in words, for messages: "a number or None"."""
-    inner = typing.get_args(annotation)
-    if typing.get_origin(annotation) is Literal:
+    annotation = bare(hint)
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
         return f"one of {', '.join(map(str, inner))}"
-    if (own := spec(annotation)) is not None:
+    if (own := spec_of(hint)) is not None:
         return f"a text {own.metavar}"
     if is_union(annotation):
         return " or ".join(map(described, inner))
     if dataclasses.is_dataclass(annotation):
         names = (field.name for field in dataclasses.fields(annotation))
         return f"an object with {', '.join(names)}"
+    if origin is tuple and inner[0] in NAMES:
+        count = "" if inner[-1] is ... else f"{len(inner)} "
+        return f"{count}{NAMES[inner[0]].removeprefix('a ')}s"
     name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     return NAMES.get(annotation, name)

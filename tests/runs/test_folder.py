@@ -139,7 +139,7 @@ def test_misfit_fields_are_named_together():
         "resume: expected true or false, got 0",
         'lifecycle.kl_every: expected a whole number, got "3"',
         "lifecycle.rat: unknown",
-        "betas: expected tuple[float, float], got [0.9]",
+        "betas: expected 2 numbers, got [0.9]",
         'estimator: expected one of k1, k2, k3, got "k4"',
     ):
         assert f"\n  {line}\n" in message

@@ -22,12 +22,6 @@ from rlhf_jax.runs import choices
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 FRAMED = re.compile(r"│|  ")  # tyro draws no │ where the output is not UTF-8
 RULE = re.compile(r"^[─-]{9,}$")
-KINDS = {  # {metavar of tyro: (words for one value, for several)}
-    "INT": ("a whole number", "whole numbers"),
-    "FLOAT": ("a number", "numbers"),
-    "STR": ("a text", "texts"),
-    "PATH": ("a path", "paths"),
-}
 ARGPARSE = (  # (message of argparse, message of this package)
     (r"argument (\S+): expected one argument", r"\1: expected a value, got none"),
     (r"argument (\S+): invalid int value:", r"\1: expected a whole number, got"),
@@ -89,7 +83,9 @@ def cli(
                 raise
             see = "--help" if options.get("add_help", True) else "--help-all"
             box = COLOURS.sub("", printed.getvalue())
-            why = _message(box, args=args, prog=prog, see=f"{prog} {see}")
+            why = _message(
+                box, wanted=wanted, args=args, prog=prog, see=f"{prog} {see}"
+            )
             raise InputError(_own(stop, box) or why) from None
     print(printed.getvalue(), end="", file=sys.stderr)  # warnings
     return parsed
@@ -214,7 +210,7 @@ def _own(stop: SystemExit, box: str) -> str | None:
     return str(error) if option in str(error) else f"{option}: {error}"
 
 
-def _message(box: str, *, args: Sequence[str], prog: str, see: str) -> str:
+def _message(box: str, *, wanted: Any, args: Sequence[str], prog: str, see: str) -> str:
     """Rewrites tyro's box in one line; an unknown kind of box keeps its first words."""
     rows = [row for row in box.splitlines() if FRAMED.match(row)]
     rows = [row.removesuffix("│")[2:].rstrip() for row in rows]
@@ -222,19 +218,13 @@ def _message(box: str, *, args: Sequence[str], prog: str, see: str) -> str:
     first = " ".join(" ".join(above).split())
     below = list(itertools.takewhile(_is_text, rows[len(above) + 1 :]))
     if match := re.match(r"Error parsing (--[\w.-]+):", first):
-        option = match[1]
-        written = next((row for row in below if row.strip().startswith(option)), "")
-        metavar = written.strip().removeprefix(option).strip()
-        return (
-            f"{option}: expected {_described(metavar)}, got {_written(option, args)}; "
-            f"{see} explains it"
-        )
+        kind = choices.described(dict(choices.options(wanted))[match[1]])
+        got = _written(match[1], args)
+        return f"{match[1]}: expected {kind}, got {got}; {see} explains it"
     if match := re.match(r"invalid choice .* for argument '(--[\w.-]+)'", first):
-        choices = first.rpartition("Expected one of (")[2].rstrip(".,) ")
-        return (
-            f"{match[1]}: expected one of {choices.replace(chr(39), '')}, got "
-            f"{_written(match[1], args)}; choose one"
-        )
+        known = first.rpartition("Expected one of (")[2].rstrip(".,) ").replace("'", "")
+        got = _written(match[1], args)
+        return f"{match[1]}: expected one of {known}, got {got}; choose one"
     if match := re.match(r"Missing value for argument '(--[\w.-]+)'", first):
         return f"{match[1]}: expected a value, got none; write it after the option"
     if first.startswith("Missing from"):
@@ -258,21 +248,6 @@ def _is_text(row: str) -> bool:
 def _named(rows: Sequence[str]) -> Iterator[str]:
     """The arguments in a list; their help texts are indented further."""
     return (row.strip() for row in rows if re.match(r" {4}\S", row))
-
-
-def _described(metavar: str) -> str:
-    """A metavar of tyro in words: "None or a number" for {None}|FLOAT."""
-    kinds = []
-    for kind in metavar.split("|"):
-        name = kind.strip("{}")
-        if name.startswith("[") and (word := name.strip("[").split()[0]) in KINDS:
-            name = KINDS[word][1]
-        elif kind in KINDS:
-            name = KINDS[kind][0]
-        elif "," in name:
-            name = f"one of {name.replace(',', ', ')}"
-        kinds.append(name)
-    return " or ".join(kinds) or "another value"
 
 
 def _written(option: str, args: Sequence[str]) -> str:
