@@ -106,7 +106,7 @@ def main(
             precision.of(config.compute_dtype),
         ):
             processes.on_first(lambda: folder.enter_context(lock.hold(config.out)))
-            with mirror.kept(config.out), refusals.Naming(type(config), argv):
+            with mirror.kept(config.out), refusals.naming(type(config), argv):
                 run(config)
     except InputError as error:
         _leave(2, f"error: {error}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import inspect
 import io
@@ -67,7 +66,7 @@ def cli(
     """
     args = sys.argv[1:] if args is None else args
     printed = io.StringIO()
-    with Naming(wanted, args):
+    with naming(wanted, args):
         try:
             with contextlib.redirect_stderr(printed):
                 parsed = tyro.cli(
@@ -106,32 +105,25 @@ def call(
 
     bound.__annotations__ = function.__annotations__ | {"return": Callable[[], None]}
     bound.__doc__ = _joined(inspect.getdoc(function) or "")
-    with Naming(function, args):
+    with naming(function, args):
         cli(bound, prog=prog, args=args)()
 
 
-@dataclasses.dataclass(frozen=True)
-class Naming:
-    """A context in which the messages of errors are rewritten by `in_options`.
+@contextlib.contextmanager
+def naming(wanted: Any, args: Sequence[str] | None) -> Iterator[None]:
+    """Rewrites the messages of errors inside by `in_options`.
 
-    with Naming(Config, argv):
-        run(config)
+    Args:
+      wanted: the config or function of the command.
+      args: None is the command line.
     """
-
-    wanted: Any
-    """The config or function of the command."""
-    args: Sequence[str] | None
-    """None is the command line."""
-
-    def __enter__(self) -> None:
-        """Begins the context."""
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        """Rewrites the message of an InputError, which goes on."""
-        if isinstance(error, InputError):
-            args = sys.argv[1:] if self.args is None else self.args
-            options = dict(choices.options(self.wanted))
-            error.args = (in_options(str(error), options=options, args=args),)
+    try:
+        yield
+    except InputError as error:
+        args = sys.argv[1:] if args is None else args
+        options = dict(choices.options(wanted))
+        error.args = (in_options(str(error), options=options, args=args),)
+        raise
 
 
 def in_options(message: str, *, options: Iterable[str], args: Sequence[str]) -> str:
