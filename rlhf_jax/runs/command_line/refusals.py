@@ -53,13 +53,15 @@ def cli(
     prog: str,
     args: Sequence[str] | None,
     description: str | None = None,
-    **options: Any,
+    add_help: bool = True,
+    return_unknown_args: bool = False,
 ) -> Any:
     """Calls `tyro.cli(wanted, ...)`, and turns its boxed errors into InputError.
 
     Args:
       description: a docstring; each of its paragraphs becomes one line, which the
         terminal breaks.
+      add_help, return_unknown_args: arguments of `tyro.cli`.
 
     Raises:
       InputError: tyro refuses the arguments, or the config refuses its values.
@@ -75,12 +77,13 @@ def cli(
                     args=args,
                     description=_joined(description or "") or None,
                     registry=choices.REGISTRY,
-                    **options,
+                    add_help=add_help,
+                    return_unknown_args=return_unknown_args,
                 )
         except SystemExit as stop:
             if stop.code != 2:  # --help
                 raise
-            see = "--help" if options.get("add_help", True) else "--help-all"
+            see = "--help" if add_help else "--help-all"
             box = COLOURS.sub("", printed.getvalue())
             why = _message(
                 box, wanted=wanted, args=args, prog=prog, see=f"{prog} {see}"
