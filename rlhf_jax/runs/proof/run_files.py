@@ -116,11 +116,6 @@ def require(folder: Path, *, only: Collection[str], instead: str) -> list[str]:
     return checked.unproven
 
 
-def of_options(folder: Path) -> dict[str, Sum]:
-    """Returns the sums of the files that are written at the start of a run."""
-    return sums.of_files(folder, OPTIONS)
-
-
 def _of_rows(
     folder: Path,
     *,
