@@ -23,11 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from tyro.constructors import (
-    ConstructorRegistry,
-    PrimitiveConstructorSpec,
-    PrimitiveTypeInfo,
-)
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 
 from rlhf_jax.devices import mesh_shape
 from rlhf_jax.functional.checks import InputError
@@ -38,11 +34,7 @@ NAMES |= {bool: "true or false", types.NoneType: "None"}
 
 REGISTRY = ConstructorRegistry()
 """Lets tyro read choices: `tyro.cli(..., registry=choices.REGISTRY)`."""
-
-
-@REGISTRY.primitive_rule
-def _rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    return spec(info.type)
+REGISTRY.primitive_rule(lambda info: spec(info.type))
 
 
 @functools.cache
