@@ -94,44 +94,33 @@ def expected_gradient(loss: Loss, world: World, *, with_rewards: bool = False) -
 
 def targets(world: World) -> dict[str, Array]:
     """{name: f32[states, V]}: the targets of this module's docstring."""
-    of_reference = _of_responses(world, jnp.asarray(world.reference)).sum(axis=1)
-    ref = jax.nn.log_softmax(jnp.asarray(world.reference))
+
+    def responses(table: Array) -> Array:
+        """f32[N]: log-probs of whole responses, nats."""
+        return _of_responses(world, table).sum(axis=1)
+
+    policy, reference = jnp.asarray(world.policy), jnp.asarray(world.reference)
+    ref, ref_responses = jax.nn.log_softmax(reference), responses(reference)
     # Fixed states: visit probabilities are not differentiated.
-    visits = jnp.exp(_of_responses(world, jnp.asarray(world.policy)).sum(axis=1))
+    visits = jnp.exp(responses(policy))
 
     def over_states(per_state: Array) -> Array:
         columns = jnp.where(world.mask, per_state[world.states], 0.0)
         return jnp.sum(visits * columns.sum(axis=1))
 
-    def full_reverse(policy: Array) -> Array:
-        logprobs = _of_responses(world, policy).sum(axis=1)
-        return jnp.sum(jnp.exp(logprobs) * (logprobs - of_reference))
-
-    def full_forward(policy: Array) -> Array:
-        logprobs = _of_responses(world, policy).sum(axis=1)
-        return jnp.sum(jnp.exp(of_reference) * (of_reference - logprobs))
-
-    def fixed_reverse(policy: Array) -> Array:
-        now = jax.nn.log_softmax(policy)
-        return over_states(jnp.sum(jnp.exp(now) * (now - ref), axis=1))
-
-    def fixed_forward(policy: Array) -> Array:
-        now = jax.nn.log_softmax(policy)
-        return over_states(jnp.sum(jnp.exp(ref) * (ref - now), axis=1))
-
-    def reward(policy: Array) -> Array:
-        logprobs = _of_responses(world, policy).sum(axis=1)
-        return -jnp.sum(jnp.exp(logprobs) * world.rewards)
-
     functions = {
-        FULL_REVERSE: full_reverse,
-        FULL_FORWARD: full_forward,
-        FIXED_REVERSE: fixed_reverse,
-        FIXED_FORWARD: fixed_forward,
-        REWARD: reward,
+        FULL_REVERSE: lambda table: _kl(responses(table), ref_responses),
+        FULL_FORWARD: lambda table: _kl(ref_responses, responses(table)),
+        FIXED_REVERSE: lambda table: over_states(_kl(jax.nn.log_softmax(table), ref)),
+        FIXED_FORWARD: lambda table: over_states(_kl(ref, jax.nn.log_softmax(table))),
+        REWARD: lambda table: -jnp.sum(jnp.exp(responses(table)) * world.rewards),
     }
-    policy = jnp.asarray(world.policy)
     return {name: jax.grad(of)(policy) for name, of in functions.items()}
+
+
+def _kl(logprobs: Array, others: Array) -> Array:
+    """Σ p (log p - log q) over the last axis, nats."""
+    return jnp.sum(jnp.exp(logprobs) * (logprobs - others), axis=-1)
 
 
 def _of_responses(world: World, table: Array | Float32) -> Array:

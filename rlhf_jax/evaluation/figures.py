@@ -136,6 +136,10 @@ def of_model(
     count, single = min(map(len, prompts)), _single(prompts)
     chosen = [k for k in ks if k <= count]
     figures: dict[str, Figure] = {}
+
+    def mean(number: Callable[[Response], float | None]) -> Figure:
+        return over_prompts(_means(prompts, lambda r: _required(number(r))))
+
     if kind != "none":
         figures["score"] = over_prompts(
             _means(prompts, _score), trials=single and kind in CHECKED
@@ -174,8 +178,11 @@ def of_model(
             shares = all(0 <= mean <= 1 for mean in means)
             figures[name] = over_prompts(means, share=shares, trials=single)
     if kind == "environment":
-        figures |= _of_turns(prompts)
-    figures["length"] = over_prompts(_means(prompts, lambda r: r.length))
+        figures["turns"] = mean(lambda r: r.turns)
+        figures["observed"] = mean(lambda r: r.observed)
+        for end in ENDS:
+            figures[end] = _share(prompts, lambda r, end=end: r.end == end)
+    figures["length"] = mean(lambda r: r.length)
     figures["ended"] = _share(prompts, lambda r: r.ended)
     if count > 1:
         figures["distinct"] = over_prompts(
@@ -183,12 +190,10 @@ def of_model(
         )
     if prompts[0][0].ref_logprob is not None:
         # -(1/T) Σ log π_ref(token), nats per token.
-        figures["log_perplexity"] = over_prompts(
-            _means(prompts, lambda r: -_required(r.ref_logprob) / r.length)
-        )
+        figures["log_perplexity"] = mean(lambda r: -_required(r.ref_logprob) / r.length)
     if prompts[0][0].kl is not None:
-        figures["kl"] = over_prompts(_means(prompts, lambda r: _required(r.kl)))
-        figures["kl_k1"] = over_prompts(_means(prompts, lambda r: _required(r.k1)))
+        figures["kl"] = mean(lambda r: r.kl)
+        figures["kl_k1"] = mean(lambda r: r.k1)
     return figures
 
 
@@ -217,14 +222,6 @@ def compared(policy: PerPrompt, reference: PerPrompt, *, kind: Kind) -> dict[str
             values = _means(policy, number)
             figures[name] = over_prompts(values, share=True, trials=single)
     return figures
-
-
-def _of_turns(prompts: PerPrompt) -> dict[str, Figure]:
-    return {
-        "turns": over_prompts(_means(prompts, lambda r: _required(r.turns))),
-        "observed": over_prompts(_means(prompts, lambda r: _required(r.observed))),
-        **{end: _share(prompts, lambda r, end=end: r.end == end) for end in ENDS},
-    }
 
 
 def distinct_share(prompts: PerPrompt) -> float:

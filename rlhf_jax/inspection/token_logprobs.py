@@ -128,19 +128,15 @@ def _window(
 ) -> tuple[Array, ...]:
     """For tokens i32[W]: log-probs and KL [W], alternatives [W, A]; about tokens[t]."""
     row, mask = tokens[None], jnp.ones((1, tokens.size), jnp.bool_)
-    logits, ref_logits = (
-        policy.logits(model_params, model=shape, tokens=row, mask=mask)
-        for model_params, shape in ((params, model), (ref_params, ref_model))
-    )
-    own, ref = (
-        logprobs.token_logprobs(model_logits, row, temperature=temperature)[0]
-        for model_logits in (logits, ref_logits)
-    )
+
+    def under(model_params: Params, shape: ModelConfig) -> tuple[Array, Array, Array]:
+        logits = policy.logits(model_params, model=shape, tokens=row, mask=mask)
+        of_tokens = logprobs.token_logprobs(logits, row, temperature=temperature)
+        return logits, of_tokens[0], jax.nn.log_softmax(logits[0] / temperature)
+
+    logits, own, every = under(params, model)
+    ref_logits, ref, ref_every = under(ref_params, ref_model)
     exact = kl.exact(logits, ref_logits, temperature=temperature)[0]
-    every, ref_every = (
-        jax.nn.log_softmax(model_logits[0] / temperature)
-        for model_logits in (logits, ref_logits)
-    )
     likely, ids = jax.lax.top_k(every, alternatives)
     ref_likely = jnp.take_along_axis(ref_every, ids, axis=-1)
     # Entry t of these is about the token after tokens[t].

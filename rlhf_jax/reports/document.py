@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import string
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -29,22 +30,16 @@ def page(data: dict[str, Any], *, live: bool = False) -> str:
       data: the data, from `contents.contents`.
       live: whether the page asks its server for newer data.
     """
-    parts = {
-        "POLICY": POLICY.format(connect="'self'" if live else "'none'"),
-        "TITLE": escaped(data["title"]),
-        "STYLE": _file("page.css"),
-        "DATA": as_script(data),
-        "LIVE": "true" if live else "false",
-        "SCRIPTS": "\n".join(_file(name) for name in SCRIPTS),
-        "PLOTLY": plotly(),
-    }
-    document = _file("page.html")
-    head, *rest = document.split("{{")
-    filled = [head]
-    for part in rest:  # in one pass, so that inserted text is not searched for {{
-        name, _, after = part.partition("}}")
-        filled += [parts[name], after]
-    return "".join(filled)
+    # Inserted text is not searched for further marks.
+    return string.Template(_file("page.html")).substitute(
+        POLICY=POLICY.format(connect="'self'" if live else "'none'"),
+        TITLE=escaped(data["title"]),
+        STYLE=_file("page.css"),
+        DATA=as_script(data),
+        LIVE="true" if live else "false",
+        SCRIPTS="\n".join(map(_file, SCRIPTS)),
+        PLOTLY=plotly(),
+    )
 
 
 def as_script(data: Any) -> str:

@@ -122,17 +122,15 @@ def _with_groups(name: str) -> list[str]:
 
 def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns the options whose values differ, in order of appearance."""
-    missing = object()
-
-    def of(config: Mapping[str, Any], name: str) -> tuple[type, Any]:
-        value = config.get(name, missing)
-        return type(value), value
-
     names = dict.fromkeys(name for config in configs for name in config)
     return [
         name
         for name in names
-        if any(of(config, name) != of(configs[0], name) for config in configs)
+        # As JSON, in which 1, 1.0 and true differ.
+        if len(
+            {json.dumps(config[name]) if name in config else "" for config in configs}
+        )
+        > 1
     ]
 
 

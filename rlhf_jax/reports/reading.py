@@ -34,8 +34,8 @@ class Run:
     metrics: list[Row]
     summary: dict[str, Any] | None  # None while it runs
     name: str  # shortest path that distinguishes it from the other runs
-    faults: list[str] = dataclasses.field(default_factory=list)  # of its files
-    unproven: list[str] = dataclasses.field(default_factory=list)  # of its files
+    faults: Sequence[str] = ()  # of its files
+    unproven: Sequence[str] = ()  # of its files
 
     @property
     def samples(self) -> Iterator[Row]:
@@ -133,13 +133,9 @@ def read_all(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
     """
     places = folders(paths)
     names = short_names(places)
-    runs, waiting = [], []
-    for place, name in zip(places, names, strict=True):
-        run = read(place, name=name)
-        if run is None:
-            waiting.append(name)
-        else:
-            runs.append(run)
+    all_runs = [read(at, name=name) for at, name in zip(places, names, strict=True)]
+    runs = [run for run in all_runs if run is not None]
+    waiting = [n for n, run in zip(names, all_runs, strict=True) if run is None]
     if not runs:
         raise InputError(
             f"{', '.join(map(str, paths)):.200}: expected rows in metrics.jsonl, got "

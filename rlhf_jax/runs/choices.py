@@ -19,29 +19,22 @@ import functools
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from tyro.constructors import (
-    ConstructorRegistry,
-    PrimitiveConstructorSpec,
-    PrimitiveTypeInfo,
-)
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 
 from rlhf_jax.devices import mesh_shape
 from rlhf_jax.functional.checks import InputError
 
 TRUTH = {"true": True, "false": False}
-
+NAMES = {int: "a whole number", float: "a number", str: "a text", Path: "a path"}
+NAMES |= {bool: "true or false", types.NoneType: "None"}
 
 REGISTRY = ConstructorRegistry()
 """Lets tyro read choices: `tyro.cli(..., registry=choices.REGISTRY)`."""
-
-
-@REGISTRY.primitive_rule
-def _rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    return spec(info.type)
+REGISTRY.primitive_rule(lambda info: spec(info.type))
 
 
 @functools.cache
@@ -92,6 +85,24 @@ def is_unnamed(hint: Any) -> bool:
     """Returns whether a group's options leave out its name."""
     extras = getattr(hint, "__metadata__", ())
     return any(getattr(one, "name", None) == "" for one in extras)
+
+
+def options(wanted: Any, *, prefix: str = "--") -> Iterator[tuple[str, Any]]:
+    """Yields (option, annotation) for a config's tree, or a function's arguments.
+
+    These are one per choice or plain value, and those of each group's fields.
+    """
+    hints = typing.get_type_hints(wanted, include_extras=True)
+    names = [name for name in hints if name != "return"]
+    if dataclasses.is_dataclass(wanted):
+        names = [field.name for field in dataclasses.fields(wanted)]
+    for name in names:
+        hint, option = hints[name], f"{prefix}{name}".replace("_", "-")
+        if dataclasses.is_dataclass(bare(hint)) and spec_of(hint) is None:
+            inner = prefix if is_unnamed(hint) else f"{option}."
+            yield from options(bare(hint), prefix=inner)
+        else:
+            yield option, hint
 
 
 def metavar(choice: Any) -> str:
@@ -231,7 +242,7 @@ def build(kind: Any, values: dict[str, str], *, written: str) -> Any:
         except (InputError, ValueError, TypeError) as error:
             why = f"{name}: {error}"
             if not isinstance(error, InputError):
-                expected = f"expected {name} to be {_described(hints[name])}"
+                expected = f"expected {name} to be {described(hints[name])}"
                 why = f"{expected}, got {value!r}; correct it"
             raise InputError(f"{written!r}: {why}") from None
     return kind(**made)
@@ -297,16 +308,21 @@ def _first(kind: Any) -> str:
     return dataclasses.fields(kind)[0].name
 
 
-def _described(annotation: Any) -> str:
-    inner = [one for one in typing.get_args(annotation) if one is not type(None)]
-    if typing.get_origin(annotation) is Literal:
-        return " or ".join(map(str, inner))
+def described(hint: Any) -> str:
+    """Returns an annotation in words, for messages: "a number or None"."""
+    annotation = bare(hint)
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return f"one of {', '.join(map(str, inner))}"
+    if (own := spec_of(hint)) is not None:
+        return f"a text {own.metavar}"
     if is_union(annotation):
-        return " or ".join(map(_described, inner))
-    names = {
-        int: "an integer",
-        float: "a number",
-        bool: "true or false",
-        Path: "a path",
-    }
-    return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
+        return " or ".join(map(described, inner))
+    if dataclasses.is_dataclass(annotation):
+        names = (field.name for field in dataclasses.fields(annotation))
+        return f"an object with {', '.join(names)}"
+    if origin is tuple and inner[0] in NAMES:
+        count = "" if inner[-1] is ... else f"{len(inner)} "
+        return f"{count}{NAMES[inner[0]].removeprefix('a ')}s"
+    name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    return NAMES.get(annotation, name)

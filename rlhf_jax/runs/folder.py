@@ -45,6 +45,7 @@ PACKAGES = (
     *("numpy", "transformers"),
 )
 THEN = " then "  # between the versions of a run that went on with another one
+UNRECORDED = "not recorded"  # a version that the start of a run did not record
 # The modules of the user's functions in an option: "mine:score", "x=function:mine:f".
 # Not the kind of "x=model:policy", nor of "hf:gsm8k:test" or "x=model:runs/reward".
 MODULES = re.compile(
@@ -187,15 +188,18 @@ def _open(config: RunConfig) -> None:
 
 
 def record_versions(folder: Path, now: Mapping[str, str]) -> None:
-    """Adds versions that a run goes on with to its config.json: "0.2.0 then 0.3.0"."""
+    """Adds versions that a run goes on with to its config.json: "0.2.0 then 0.3.0".
+
+    One that the run did not record as it began, such as the hash of a reward's code by
+    an older version, is "not recorded then ...".
+    """
     path = folder / CONFIG
     before = recorded(path)
-    used = {
-        name: f"{then}{THEN}{now[name]}"
-        if name in now and now[name] != str(then).rpartition(THEN)[2]
-        else then
-        for name, then in before["versions"].items()
-    }
+    used = dict(before["versions"])
+    for name, version in now.items():
+        then = str(used.get(name, UNRECORDED))
+        if then.rpartition(THEN)[2] != version:
+            used[name] = f"{then}{THEN}{version}"
     if used != before["versions"]:
         write_json(path, before | {"versions": used})
 

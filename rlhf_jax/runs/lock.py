@@ -8,7 +8,7 @@ process ends, kill -9 included, so the run can be resumed at once. NFS extends s
 locks to other machines. The file names the holder and is removed with the lock; a file
 that a killed process left behind has no effect.
 
-A process may take the lock several times. Of the processes of one run the first takes
+Inside, the same process may hold it again. Of the processes of one run the first takes
 it. `rlhf-jax verify` only reads, and takes no lock.
 """
 
@@ -31,9 +31,8 @@ from rlhf_jax.runs import parsing, write_errors
 
 NAME = "run.lock"
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-# {folder: (descriptor, how often the lock is held)}: POSIX would release the lock as
-# soon as any other descriptor of the file were closed.
-_locks: dict[Path, tuple[int, int]] = {}
+# POSIX would release a lock as soon as any other descriptor of its file were closed.
+_held: set[Path] = set()  # folders whose lock this process has
 
 
 @contextlib.contextmanager
@@ -44,46 +43,27 @@ def hold(folder: Path) -> Iterator[None]:
       InputError: another process holds the lock, which the message names; the folder
         cannot be made or written to; or the system has no POSIX locks.
     """
-    made = _make(folder)
+    made, place = _make(folder), folder.resolve()
     try:
-        take(folder)
+        if place in _held:
+            yield
+            return
+        try:
+            descriptor = _locked(place)
+        except OSError as error:
+            raise _unwritable(place, error) from error
+        _held.add(place)
         try:
             yield
         finally:
-            give_back(folder)
+            _held.remove(place)
+            with contextlib.suppress(OSError):
+                (place / NAME).unlink()
+            os.close(descriptor)
     finally:
         for path in made:
             with contextlib.suppress(OSError):  # not empty
                 path.rmdir()
-
-
-def take(folder: Path) -> None:
-    """Takes the lock of an existing folder until `give_back` or the process's end.
-
-    Raises:
-      InputError: another process holds it, or the folder cannot be written to.
-    """
-    folder = folder.resolve()
-    if folder in _locks:
-        descriptor, count = _locks[folder]
-    else:
-        try:
-            descriptor, count = _locked(folder), 0
-        except OSError as error:
-            raise _unwritable(folder, error) from error
-    _locks[folder] = descriptor, count + 1
-
-
-def give_back(folder: Path) -> None:
-    """Undoes one `take`; the last call releases the lock and removes its file."""
-    folder = folder.resolve()
-    descriptor, count = _locks.pop(folder)
-    if count > 1:
-        _locks[folder] = descriptor, count - 1
-        return
-    with contextlib.suppress(OSError):
-        (folder / NAME).unlink()
-    os.close(descriptor)
 
 
 def _make(folder: Path) -> list[Path]:

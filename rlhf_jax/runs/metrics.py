@@ -141,15 +141,25 @@ class Recorder(contextlib.AbstractContextManager[Any]):
         """
         self.flush()
         places = {name: jsonl.places(path) for name, path in self._paths.items()}
-        steps_of_file = {
-            name: [
-                line.step for line in lines if line.stage == stage and line.step < step
-            ]
+        for name, lines in places.items():
+            if rows is None:
+                break
+            lost = jsonl.lost_rows(
+                self._paths[name],
+                lines,
+                stage=stage,
+                step=step,
+                count=rows.get(name),
+                of=(sums_of_rows or {}).get(f"{name}.jsonl"),
+            )
+            if lost and not self._accept_lost_rows:
+                raise InputError(f"{lost}; {jsonl.LOST}")
+            if lost:
+                print(f"warning: {lost}; the run goes on without them", file=sys.stderr)
+        self.rows = {
+            name: len(jsonl.steps_of(lines, stage=stage, before=step))
             for name, lines in places.items()
         }
-        if rows is not None:
-            self._check_rows(stage, step, steps_of_file, rows, sums_of_rows or {})
-        self.rows = {name: len(steps) for name, steps in steps_of_file.items()}
         if stage not in self._begun:
             self._begun.append(stage)
         for name, path in self._paths.items():
@@ -258,30 +268,6 @@ class Recorder(contextlib.AbstractContextManager[Any]):
                 stack.enter_context(write_errors.writing(self._paths[name]))
                 stack.callback(file.close)
             self.flush()
-
-    def _check_rows(
-        self,
-        stage: str,
-        step: int,
-        steps_of_file: Mapping[str, Sequence[int]],
-        rows: Mapping[str, int],
-        sums_of_rows: Mapping[str, Sum],
-    ) -> None:
-        """Refuses, or warns of, files whose rows are not those of the snapshot."""
-        for name, steps in steps_of_file.items():
-            message = jsonl.lost_rows(
-                self._paths[name],
-                stage=stage,
-                step=step,
-                steps=steps,
-                count=rows.get(name),
-                of=sums_of_rows.get(f"{name}.jsonl"),
-            )
-            if not message:
-                continue
-            if not self._accept_lost_rows:
-                raise InputError(f"{message}; {jsonl.LOST}")
-            print(f"warning: {message}; the run goes on without them", file=sys.stderr)
 
     def _restart(self, now: float) -> None:
         self._phases: dict[str, float] = {}

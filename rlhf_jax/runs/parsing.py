@@ -20,6 +20,7 @@ byte order mark is skipped.
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import math
 import tomllib
@@ -249,10 +250,6 @@ def _of_keys(keys: Iterable[Any]) -> str | None:
     return None
 
 
-class _TwiceError(ValueError):
-    """A key is repeated in an object."""
-
-
 def _value(
     text: str,
     source: Source,
@@ -291,9 +288,8 @@ def _value(
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        raise _TwiceError(
-            f"the key {_twice(key for key, _ in pairs)!r:.{_SHOWN}} twice"
-        )
+        twice = _twice(key for key, _ in pairs)
+        raise ValueError(f"the key {twice!r:.{_SHOWN}} twice")
     return fields
 
 
@@ -322,12 +318,8 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-def _yaml(text: str) -> Any:
-    return yaml.load(text, Loader=_Loader)
-
-
 _LOADERS: dict[str, Callable[[str], Any]] = {
     ".toml": tomllib.loads,
-    ".yaml": _yaml,
-    ".yml": _yaml,
+    ".yaml": functools.partial(yaml.load, Loader=_Loader),
+    ".yml": functools.partial(yaml.load, Loader=_Loader),
 }

@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rich import progress
 from rich.console import Console
@@ -47,23 +47,13 @@ class Progress:
     """
 
     def __init__(
-        self,
-        num_steps: Mapping[str, int],
-        *,
-        shown: Sequence[str] = SHOWN,
-        seconds_between_lines: float = SECONDS_BETWEEN_LINES,
-        console: Console | None = None,
+        self, num_steps: Mapping[str, int], *, console: Console | None = None
     ) -> None:
-        """Takes {stage: number of steps}, and the names of the metrics to show."""
+        """Takes {stage: number of steps}."""
         self._num_steps = num_steps
-        self._shown = shown
-        self._between = seconds_between_lines
         self._console = console or Console()
         self._bars = progress.Progress(
-            progress.TextColumn("{task.description}"),
-            progress.BarColumn(bar_width=12),
-            progress.MofNCompleteColumn(),
-            progress.TimeRemainingColumn(),
+            *_columns(),
             progress.TextColumn("{task.fields[numbers]}", markup=False),
             console=self._console,
             speed_estimate_period=600.0,
@@ -87,7 +77,7 @@ class Progress:
             self._console.print(Text(line, style="bold red"), soft_wrap=True)
         shown = [
             f"{name.rpartition('/')[-1]} {report.cell(row[name], of=name)}"
-            for name in self._shown
+            for name in SHOWN
             if name in row
         ]
         if active:
@@ -95,7 +85,7 @@ class Progress:
         numbers = "  ".join(shown)
         self._bars.update(self._bar, completed=step + 1, numbers=numbers)
         now, ended = time.monotonic(), step + 1 == self._num_steps[stage]
-        due = ended or now - self._last_line >= self._between
+        due = ended or now - self._last_line >= SECONDS_BETWEEN_LINES
         if due and not self._console.is_terminal:
             self._last_line = now
             left = self._bars.tasks[self._bar].time_remaining
@@ -110,7 +100,7 @@ class Progress:
 
 
 @contextlib.contextmanager
-def hidden(hide: bool = True) -> Iterator[None]:
+def hidden(hide: bool) -> Iterator[None]:
     """Shows no progress inside (--no-progress)."""
     before = _hidden.set(hide)
     try:
@@ -153,7 +143,8 @@ def track(
                 continue
             console = console or Console(stderr=True)
             if console.is_terminal:
-                bars = stack.enter_context(_bars(console))
+                bars = progress.Progress(*_columns(), console=console, transient=True)
+                stack.enter_context(bars)
                 shown = bars, bars.add_task(what, total=total, completed=done)
             elif now - last > SECONDS_BETWEEN_LINES:
                 last = now
@@ -164,19 +155,17 @@ def batches(
     items: Sequence[Item],
     what: str,
     *,
-    size: int = BATCH,
     console: Console | None = None,
 ) -> Iterator[Sequence[Item]]:
-    """Yields slices of at most `size` items, and shows progress as `track` does."""
-    slices = (items[start : start + size] for start in range(0, len(items), size))
+    """Yields slices of at most BATCH items, and shows progress as `track` does."""
+    slices = (items[start : start + BATCH] for start in range(0, len(items), BATCH))
     return track(slices, what, total=len(items), amount=len, console=console)
 
 
-def _bars(console: Console) -> progress.Progress:
-    columns: list[Any] = [
+def _columns() -> tuple[progress.ProgressColumn, ...]:
+    return (
         progress.TextColumn("{task.description}", markup=False),
         progress.BarColumn(bar_width=12),
         progress.MofNCompleteColumn(),
         progress.TimeRemainingColumn(),
-    ]
-    return progress.Progress(*columns, console=console, transient=True)
+    )

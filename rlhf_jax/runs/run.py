@@ -203,11 +203,9 @@ def sinks(config: RunConfig, *, num_steps: Mapping[str, int]) -> list[Sink]:
 
     `num_steps` is {stage: number of steps}. Only the first process has sinks.
     """
-    chosen: list[Sink] = []
     if not processes.is_first():
-        return chosen
-    if config.progress:
-        chosen.append(Progress(num_steps))
+        return []
+    chosen: list[Sink] = [Progress(num_steps)] if config.progress else []
     if config.loggers:
         from rlhf_jax.runs import loggers  # few runs need it
 

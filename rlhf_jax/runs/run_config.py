@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -66,16 +65,15 @@ class RunConfig:
     def __post_init__(self) -> None:
         # From here on `out` is a local path: of an address, its spool.
         object.__setattr__(self, "out", mirror.local(self.out))
-        checks.at_least_one(**{"--snapshot-every": self.snapshot_every})
-        checks.at_least_one(**{"--keep-snapshots": self.keep_snapshots})
+        checks.at_least_one(
+            snapshot_every=self.snapshot_every, keep_snapshots=self.keep_snapshots
+        )
         checks.within(
             least=0,
             advice="choose a snapshot of OUT/snapshots/STAGE, or 0 for its start",
-            **{"--resume-from": self.resume_from},
+            resume_from=self.resume_from,
         )
-        checks.within(
-            least=0, most=2**32 - 1, advice="choose another", **{"--seed": self.seed}
-        )
+        checks.within(least=0, most=2**32 - 1, advice="choose another", seed=self.seed)
         if self.profile is not None:
             Window.parse(self.profile)
         for extra, package in self.loggers.items():
@@ -91,9 +89,6 @@ class RunConfig:
         """{option: package} of the loggers that also receive the rows."""
         return {name: one for name, one in LOGGERS.items() if vars(self)[name]}
 
-
-NAMES = {int: "a whole number", float: "a number", str: "a text", Path: "a path"}
-NAMES |= {bool: "true or false", type(None): "None"}  # in messages
 
 # Options that do not change the numbers: those of RunConfig, and those of experiments.
 MAY_DIFFER = {f.name for f in dataclasses.fields(RunConfig)} - {"seed"}
@@ -174,38 +169,71 @@ def arguments(
     Raises:
       InputError: fields are unknown or mistyped; the message names them all.
     """
-    values, wrong = _decode_fields(fields, config_class, prefix="", made=False)
-    if wrong:
-        lines = sorted(_with_successor(line, renamed or {}) for line in wrong)
+    words, faults = _words(config_class, fields, prefix="--")
+    if faults:
+        lines = sorted(_with_successor(line, renamed or {}) for line in faults)
         raise InputError(
             f"{source} does not fit the options of this command:\n"
             + "\n".join(lines)
             + "\ncorrect the file, or give the options without it"
         )
-    return _arguments(config_class, values, prefix="--")
+    return words
 
 
-def _arguments(kind: Any, values: Mapping[str, Any], *, prefix: str) -> list[str]:
-    words: list[str] = []
+def _words(
+    kind: Any, fields: Mapping[str, Any], *, prefix: str, within: str = ""
+) -> tuple[list[str], list[str]]:
+    """The command line that sets fields of a config or of a group, and the faults.
+
+    Args:
+      prefix, within: the beginnings of options and of names in messages, such as
+        "--" and "method.".
+    """
     hints = typing.get_type_hints(kind, include_extras=True)
-    for name, value in values.items():
-        hint = hints[name]
-        option = (prefix + name).replace("_", "-")
-        spec = choices.spec_of(hint)
+    names = [field.name for field in dataclasses.fields(kind)]
+    words: list[str] = []
+    faults = [f"  {within}{name}: unknown" for name in fields.keys() - {*names}]
+    for name in (name for name in names if name in fields):
+        hint, value, option = hints[name], fields[name], f"{prefix}{name}"
+        group, spec = choices.bare(hint), choices.spec_of(hint)
+        option = option.replace("_", "-")
+        if (
+            spec is None
+            and dataclasses.is_dataclass(group)
+            and isinstance(value, Mapping)
+        ):
+            inner = prefix if choices.is_unnamed(hint) else f"{option}."
+            more = _words(group, value, prefix=inner, within=f"{within}{name}.")
+            words, faults = words + more[0], faults + more[1]
+            continue
+        try:
+            value = _decode(value, group)
+        except TypeError as error:
+            faults.append(f"  {within}{name}: {error}")
+            continue
         if spec is not None:
             words += [option, *spec.str_from_instance(value)]
-        elif isinstance(value, dict):  # some fields of a group
-            inner = prefix if choices.is_unnamed(hint) else f"{option}."
-            words += _arguments(_group(choices.bare(hint)), value, prefix=inner)
-        elif isinstance(value, bool):
-            start, _, last = option.rpartition(".")
-            off = f"{start}.no-{last}" if start else f"--no-{option[2:]}"
-            words += [option if value else off]
-        elif isinstance(value, tuple):
-            words += [option, *map(str, value)]
         else:
-            words += [option, str(value)]
-    return words
+            words += words_of(f"{prefix}{name}", value)
+    return words, faults
+
+
+def words_of(option: str, value: Any) -> list[str]:
+    """Returns an option on a command line; True is --name, False is --no-name."""
+    group, dot, last = option.replace("_", "-").removeprefix("--").rpartition(".")
+    name = f"--{group}{dot}{last}"
+    if isinstance(value, bool):
+        return [name if value else f"--{group}{dot}no-{last}"]
+    if isinstance(value, list | tuple):
+        return [name, *map(word, value)]
+    return [f"{name}={word(value)}"]
+
+
+def word(value: Any) -> str:
+    """Returns a value as text of a command line; 1.0 is 1."""
+    if isinstance(value, float) and math.isfinite(value) and value == int(value):
+        return str(int(value))
+    return str(value)
 
 
 def _with_successor(line: str, renamed: Mapping[str, str]) -> str:
@@ -219,82 +247,15 @@ def _with_successor(line: str, renamed: Mapping[str, str]) -> str:
     return line
 
 
-def _decode_fields(
-    fields: Mapping[str, Any], kind: Any, *, prefix: str, made: bool
-) -> tuple[dict[str, Any], list[str]]:
-    """Decodes the fields of a dataclass and its groups: {name: value}, and the faults.
-
-    Args:
-      made: whether groups become records; otherwise they stay dicts of their fields.
-    """
-    hints = typing.get_type_hints(kind, include_extras=True)
-    kinds = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
-    values: dict[str, Any] = {}
-    wrong = [f"  {prefix}{name}: unknown" for name in fields.keys() - kinds.keys()]
-    for name in (name for name in kinds if name in fields):
-        bare, value = choices.bare(kinds[name]), fields[name]
-        group = _group(bare)
-        if dataclasses.is_dataclass(group) and isinstance(value, Mapping):
-            record = made or choices.spec_of(kinds[name]) is not None
-            inner, amiss = _decode_fields(
-                value, group, prefix=f"{prefix}{name}.", made=record
-            )
-            wrong += amiss
-            if amiss:
-                continue
-            try:
-                values[name] = _made(group, inner) if record else inner
-            except TypeError as error:
-                wrong.append(f"  {prefix}{name}: {error}")
-            continue
-        try:
-            values[name] = _decode(value, bare)
-        except TypeError as error:
-            wrong.append(f"  {prefix}{name}: {error}")
-    return values, wrong
-
-
-def _made(kind: Any, values: dict[str, Any]) -> Any:
-    if missing := choices.missing(kind, values):
-        raise TypeError(
-            f"expected {', '.join(missing)} with {choices.name_of(kind)}, got none"
-        )
-    try:
-        return kind(**values)
-    except InputError as error:  # a value is out of its range
-        raise TypeError(str(error)) from error
-
-
-def _group(kind: Any) -> Any:
-    """The dataclass D of an annotation D or D | None; any other annotation itself."""
-    parts = [part for part in typing.get_args(kind) if part is not types.NoneType]
-    return parts[0] if len(parts) == 1 and dataclasses.is_dataclass(parts[0]) else kind
-
-
 def _decode(value: Any, kind: Any) -> Any:
     """A JSON value as the Python type `kind`; TypeError if it is not one."""
     kind = choices.bare(kind)
     inner = typing.get_args(kind)
     origin = typing.get_origin(kind)
-    kinds = choices.kinds_of(kind) if choices.is_union(kind) else {}
-    if len(kinds) > 1 and isinstance(value, Mapping):
-        named = kinds.get(str(value.get("kind")))
-        if named is None:
-            raise TypeError(
-                f"expected a kind of {', '.join(kinds)}, got {value.get('kind')!r}"
-            )
-        rest = {name: one for name, one in value.items() if name != "kind"}
-        return _record(rest, named)
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        if isinstance(value, Mapping):
-            return _record(value, kind)
-        parse = getattr(kind, "parse", None)
-        if isinstance(value, str) and parse is not None:
-            try:
-                return parse(value)
-            except InputError as error:
-                raise TypeError(str(error)) from None
-    elif choices.is_union(kind):
+    kinds = choices.kinds_of(kind)
+    if kinds and isinstance(value, Mapping):
+        return _record(value, kinds)
+    if choices.is_union(kind):
         if kinds and isinstance(value, str | int | float):  # as on a command line
             written = value if isinstance(value, str) else json.dumps(value)
             try:
@@ -305,6 +266,11 @@ def _decode(value: Any, kind: Any) -> Any:
         for alternative in inner:
             with contextlib.suppress(TypeError):
                 return _decode(value, alternative)
+    elif hasattr(kind, "parse") and isinstance(value, str):
+        try:
+            return kind.parse(value)
+        except InputError as error:
+            raise TypeError(str(error)) from None
     elif origin is typing.Literal:
         if value in inner:
             return value
@@ -320,33 +286,29 @@ def _decode(value: Any, kind: Any) -> Any:
             return float(value)
     elif type(value) is kind:
         return value
-    raise TypeError(f"expected {_named(kind)}, got {json.dumps(value):.80}")
+    raise TypeError(f"expected {choices.described(kind)}, got {json.dumps(value):.80}")
 
 
-def _named(kind: Any) -> str:
-    """An annotation in words, for messages: "a number or None"."""
-    inner = typing.get_args(kind)
-    if typing.get_origin(kind) is typing.Literal:
-        return f"one of {', '.join(map(str, inner))}"
-    if (spec := choices.spec(kind)) is not None:
-        return f"a text {spec.metavar}"
-    if choices.is_union(kind):
-        return " or ".join(map(_named, inner))
-    if dataclasses.is_dataclass(kind):
-        names = ", ".join(field.name for field in dataclasses.fields(kind))
-        return f"an object with {names}"
-    return NAMES.get(kind, kind.__name__ if isinstance(kind, type) else str(kind))
-
-
-def _record(fields: Mapping[str, Any], kind: Any) -> Any:
+def _record(fields: Mapping[str, Any], kinds: Mapping[str, Any]) -> Any:
+    """The dataclass of a JSON object; of several, "kind" names it."""
+    values = dict(fields)
+    name = next(iter(kinds)) if len(kinds) == 1 else str(values.pop("kind", None))
+    if name not in kinds:
+        got = repr(fields.get("kind"))
+        raise TypeError(f"expected a kind of {', '.join(kinds)}, got {got}")
+    kind, hints = kinds[name], typing.get_type_hints(kinds[name])
     names = [field.name for field in dataclasses.fields(kind)]
-    if unknown := [name for name in fields if name not in names]:
+    if unknown := [key for key in values if key not in names]:
         expected = ", ".join(names) or "no option"
-        raise TypeError(
-            f"expected {expected} with {choices.name_of(kind)}, got "
-            f"{', '.join(unknown)}"
-        )
-    values, wrong = _decode_fields(fields, kind, prefix="", made=True)
-    if wrong:
-        raise TypeError("; ".join(fault.strip() for fault in wrong))
-    return _made(kind, values)
+        raise TypeError(f"expected {expected} with {name}, got {', '.join(unknown)}")
+    for key, value in values.items():
+        try:
+            values[key] = _decode(value, hints[key])
+        except TypeError as error:
+            raise TypeError(f"{key}: {error}") from None
+    if missing := choices.missing(kind, values):
+        raise TypeError(f"expected {', '.join(missing)} with {name}, got none")
+    try:
+        return kind(**values)
+    except InputError as error:  # a value is out of its range
+        raise TypeError(str(error)) from error

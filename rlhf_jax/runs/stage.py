@@ -24,7 +24,7 @@ from rlhf_jax.functional.masked import Stats
 from rlhf_jax.runs import command_line, folder, metrics, receipt
 from rlhf_jax.runs.object_storage import mirror
 from rlhf_jax.runs.profile import HOST_SCOPE, Masks
-from rlhf_jax.runs.proof import run_files
+from rlhf_jax.runs.proof import run_files, sums
 from rlhf_jax.runs.proof.sums import Sum
 from rlhf_jax.runs.run_config import to_json
 from rlhf_jax.runs.snapshots import files, jsonl, proof, resume
@@ -125,12 +125,12 @@ class Stage:
             processes.on_first(lambda: folder.record_versions(run.folder, used))
         self._options: dict[str, Sum] = {}
         if processes.is_first():
-            self._options = run_files.of_options(run.folder)
-        sums = saved.get(run_files.FILES, {})
+            self._options = sums.of_files(run.folder, run_files.OPTIONS)
+        of_files = saved.get(run_files.FILES, {})
         if not run.began_data:
-            self._check_data(sums)
+            self._check_data(of_files)
         rows = saved.get(jsonl.ROWS)
-        run.record.begin(name, step=self.start, rows=rows, sums_of_rows=sums)
+        run.record.begin(name, step=self.start, rows=rows, sums_of_rows=of_files)
         if processes.is_first():
             run.seconds_before += _seconds(run.folder / "timings.jsonl", stage=name)
         sync()

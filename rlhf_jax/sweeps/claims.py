@@ -23,6 +23,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import located
 from rlhf_jax.runs import parsing
 from rlhf_jax.runs.parsing import Source
 from rlhf_jax.sweeps import statistics
@@ -56,12 +57,10 @@ def answer(claim: str, *, lookup: Lookup) -> Answered:
       difference is 0, else "not enough seeds". Fewer than FEW equal differences may be
       equal by chance, and answer nothing.
     """
-    left, larger, right = _sides(claim)
-    sides = [_value(side, claim=claim, lookup=lookup) for side in (left, right)]
-    if not any(isinstance(side, Mapping) for side in sides):
-        raise _wrong(claim, "numbers alone")
-    difference = _combined(operator.sub, *(sides if larger else sides[::-1]))
-    assert isinstance(difference, Mapping)
+    source = Source(f"claim {claim!r:.200}", FORM, "write it so")
+    tree = parsing.expression(claim, source)
+    with located(source.where):
+        difference = _difference(tree, lookup=lookup)
     values = np.asarray(list(difference.values()), float)
     interval = statistics.of_mean(values)
     mean = float(values.mean()) if len(values) else None
@@ -158,51 +157,57 @@ def _has(cell: Cell, key: str, value: Value) -> bool:
     return isinstance(own, bool) == isinstance(value, bool) and own == value
 
 
-def _sides(claim: str) -> tuple[ast.expr, bool, ast.expr]:
-    """The two sides of a claim, and whether it says that the left one is larger."""
-    match parsing.expression(claim, _source(claim)):
+def _difference(tree: ast.expr, *, lookup: Lookup) -> Numbers:
+    """The side of a claim that is said to be larger, minus the other one."""
+    match tree:
         case ast.Compare(left, [ast.Gt() | ast.Lt() as operation], [right]):
-            return left, isinstance(operation, ast.Gt), right
-    raise _wrong(claim, "no comparison of two sides by > or <")
+            sides = [_value(side, lookup=lookup) for side in (left, right)]
+        case _:
+            raise _wrong("no comparison of two sides by > or <")
+    larger_first = sides if isinstance(operation, ast.Gt) else sides[::-1]
+    difference = _combined(operator.sub, *larger_first)
+    if isinstance(difference, Mapping):
+        return difference
+    raise _wrong("numbers alone")
 
 
-def _value(node: ast.expr, *, claim: str, lookup: Lookup) -> Numbers | float:
+def _value(node: ast.expr, *, lookup: Lookup) -> Numbers | float:
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(
             number, bool
         ) and math.isfinite(number):
             return float(number)
         case ast.UnaryOp(op=ast.USub(), operand=inner):
-            value = _value(inner, claim=claim, lookup=lookup)
+            value = _value(inner, lookup=lookup)
             return _combined(operator.mul, -1.0, value)
         case ast.BinOp(
             left=left, op=ast.Add() | ast.Sub() | ast.Mult() as op, right=right
         ):
-            sides = [_value(side, claim=claim, lookup=lookup) for side in (left, right)]
+            sides = [_value(side, lookup=lookup) for side in (left, right)]
             value = _combined(OPERATIONS[type(op)], *sides)
             if isinstance(value, Mapping) or math.isfinite(value):
                 return value
         case ast.Call(func=name, args=[]) if all(one.arg for one in node.keywords):
-            return _called(name, node.keywords, claim=claim, lookup=lookup)
-    raise _wrong(claim, ast.unparse(node))
+            return _called(name, node.keywords, lookup=lookup)
+    raise _wrong(ast.unparse(node))
 
 
 def _called(
-    name: ast.expr, keywords: Sequence[ast.keyword], *, claim: str, lookup: Lookup
+    name: ast.expr, keywords: Sequence[ast.keyword], *, lookup: Lookup
 ) -> Numbers:
     settings: dict[str, Value] = {}
     for keyword in keywords:
         try:
             value = ast.literal_eval(keyword.value)
         except (ValueError, TypeError):
-            raise _wrong(claim, ast.unparse(keyword.value)) from None
+            raise _wrong(ast.unparse(keyword.value)) from None
         if keyword.arg in settings:
-            raise _wrong(claim, f"{keyword.arg} twice")
+            raise _wrong(f"{keyword.arg} twice")
         settings[str(keyword.arg)] = tuple(value) if isinstance(value, list) else value
     try:
         return lookup(ast.unparse(name), settings)
     except InputError as error:
-        raise InputError(f"{_source(claim).where}: {error}; correct it") from None
+        raise InputError(f"{error}; correct it") from None
 
 
 def _combined(
@@ -214,14 +219,10 @@ def _combined(
 
     A result that overflows float64 is left out, like a run without a number.
     """
-    if isinstance(left, Mapping):
-        seeds = [
-            seed for seed in left if not isinstance(right, Mapping) or seed in right
-        ]
-    elif isinstance(right, Mapping):
-        seeds = list(right)
-    else:
+    if not isinstance(left, Mapping) and not isinstance(right, Mapping):
         return float(operation(left, right))
+    sides = [side for side in (left, right) if isinstance(side, Mapping)]
+    seeds = [seed for seed in sides[0] if seed in sides[-1]]
     ours, theirs = (
         side if isinstance(side, Mapping) else dict.fromkeys(seeds, side)
         for side in (left, right)
@@ -230,9 +231,5 @@ def _combined(
     return {seed: value for seed, value in values.items() if math.isfinite(value)}
 
 
-def _source(claim: str) -> Source:
-    return Source(f"claim {claim!r:.200}", FORM, "write it so")
-
-
-def _wrong(claim: str, got: str) -> InputError:
-    return _source(claim).refusal(f"{got:.80}")
+def _wrong(got: str) -> InputError:
+    return InputError(f"expected {FORM}, got {got:.80}; write it so")

@@ -15,7 +15,6 @@ import collections
 import dataclasses
 import difflib
 import itertools
-import math
 import re
 import runpy
 import sys
@@ -24,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.functional.errors import refuse
+from rlhf_jax.functional.errors import located, refuse
 from rlhf_jax.runs import parsing
+from rlhf_jax.runs.run_config import word
 
 Value = Any  # value of an option: a number, text, bool, or a list of these
 FIELDS = (
@@ -134,20 +134,25 @@ def _of_python(path: Path) -> dict[str, Any]:
 
 def declared(fields: Mapping[str, Any], *, source: str) -> Sweep:
     """Makes a sweep from the fields of a file; errors name their `source`."""
-    refuse(_faults(fields, source=source))
+    with located(source):
+        return _declared(fields)
+
+
+def _declared(fields: Mapping[str, Any]) -> Sweep:
+    refuse(_faults(fields))
     trainer, program = fields.get("trainer"), fields.get("program", ())
-    options = _table(fields, "options", source=source)
-    grid = _table(fields, "grid", source=source)
+    options = _table(fields, "options")
+    grid = _table(fields, "grid")
     several = not (trainer is None or isinstance(trainer, str))
     axes = {TRAINER: trainer} | grid if several else grid
-    cells = _cells(axes, fixed=options, source=source)
+    cells = _cells(axes, fixed=options)
     if several:
-        cells, trainer = tuple(_with_trainer(c, source=source) for c in cells), None
+        cells, trainer = tuple(_with_trainer(c) for c in cells), None
     of_cells = {name for cell in cells for name, _ in cell.options}
     of_runs = "a sweep gives to its runs; leave it out"
     of_sweep = "is a field of the sweep; move it above the first table"
     refuse(
-        f"{source}: expected options of a run in [options] and [grid], got {name}, "
+        f"expected options of a run in [options] and [grid], got {name}, "
         f"which {of_runs if name in OF_A_RUN else of_sweep}"
         for name in sorted({*options, *grid, *of_cells} & {*OF_A_RUN, *FIELDS})
     )
@@ -159,25 +164,22 @@ def declared(fields: Mapping[str, Any], *, source: str) -> Sweep:
         options=options,
         cells=cells,
         measures={
-            name: measure(name, value, source=source)
-            for name, value in _table(fields, "measures", source=source).items()
+            name: measure(name, value)
+            for name, value in _table(fields, "measures").items()
         },
-        claims={
-            name: str(value)
-            for name, value in _table(fields, "claims", source=source).items()
-        },
-        slurm=_table(fields, "slurm", source=source),
+        claims={name: str(value) for name, value in _table(fields, "claims").items()},
+        slurm=_table(fields, "slurm"),
     )
 
 
-def _faults(fields: Mapping[str, Any], *, source: str) -> Iterator[str]:
+def _faults(fields: Mapping[str, Any]) -> Iterator[str]:
     """Unknown fields, and known ones that no other field is needed to refuse."""
     for name in fields:
         if name not in FIELDS:
             near = difflib.get_close_matches(name, FIELDS, n=1)
             hint = f"did you mean {near[0]}? Else " if near else ""
             yield (
-                f"{source}: expected the fields {', '.join(FIELDS)}, got {name}; {hint}"
+                f"expected the fields {', '.join(FIELDS)}, got {name}; {hint}"
                 f"leave it out or, in Python, rename it"
             )
     trainer, program = fields.get("trainer"), fields.get("program", ())
@@ -185,7 +187,7 @@ def _faults(fields: Mapping[str, Any], *, source: str) -> Iterator[str]:
     if not listed or (trainer is None) == (not program):
         got = "neither" if trainer is None else "both"
         yield (
-            f'{source}: expected either trainer, as "ppo", or program, a list of words '
+            f'expected either trainer, as "ppo", or program, a list of words '
             f'as ["experiments/new_algorithm.py"], got '
             f"{got if listed else f'program = {program!r:.80}'}; name what a cell runs"
         )
@@ -193,36 +195,32 @@ def _faults(fields: Mapping[str, Any], *, source: str) -> Iterator[str]:
     whole = isinstance(seeds, Sequence) and all(type(seed) is int for seed in seeds)
     if not whole or not seeds or len(set(seeds)) < len(seeds):
         yield (
-            f"{source}: expected seeds as a list of different integers, got {seeds!r}; "
+            f"expected seeds as a list of different integers, got {seeds!r}; "
             f"write seeds = [0, 1, 2]"
         )
 
 
-def _table(fields: Mapping[str, Any], name: str, *, source: str) -> dict[str, Any]:
+def _table(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Reads a field that is a table; nested tables are groups of options, "ppo.lam"."""
     table = fields.get(name, {})
     if not isinstance(table, Mapping):
-        raise InputError(
-            f"{source}: expected a table [{name}], got {table!r:.80}; write one"
-        )
+        raise InputError(f"expected a table [{name}], got {table!r:.80}; write one")
     if name in ("measures", "claims", "slurm"):
         return dict(table)
     flat: dict[str, Any] = {}
     for key, value in table.items():
         if isinstance(value, Mapping):
-            inner = _table({name: value}, name, source=source)
+            inner = _table({name: value}, name)
             flat |= {f"{key}.{field}": one for field, one in inner.items()}
         else:
             flat[key] = value
     return {key.replace("-", "_"): value for key, value in flat.items()}
 
 
-def _cells(
-    grid: Mapping[str, Any], *, fixed: Mapping[str, Any], source: str
-) -> tuple[Cell, ...]:
+def _cells(grid: Mapping[str, Any], *, fixed: Mapping[str, Any]) -> tuple[Cell, ...]:
     """Makes every combination of a grid; its options must not be in `fixed`."""
     refuse(
-        f"{source}: expected a list of values for {name} of the grid, got "
+        f"expected a list of values for {name} of the grid, got "
         f"{values!r:.80}; write {name} = [...], or move it to options"
         for name, values in grid.items()
         if not isinstance(values, Sequence) or isinstance(values, str) or not values
@@ -233,17 +231,17 @@ def _cells(
         for name, value in zip(grid, values, strict=True):
             own: Mapping[str, Any] = {name: value}
             if isinstance(value, Mapping):
-                own = dict(_table({"grid": value}, "grid", source=source))
+                own = dict(_table({"grid": value}, "grid"))
                 value = own.pop(LABEL, None)
                 if value is None:
                     raise InputError(
-                        f"{source}: expected {LABEL} = TEXT in each value of {name} "
+                        f"expected {LABEL} = TEXT in each value of {name} "
                         f"that is a table, got {own!r:.80}; add a {LABEL}"
                     )
             both = fixed.keys() & {name, *own}
             if twice := sorted(both | (options.keys() & own.keys())):
                 raise InputError(
-                    f"{source}: expected each option in options or in one list of the "
+                    f"expected each option in options or in one list of the "
                     f"grid, got {twice[0]} in {'both' if both else 'two'}; leave one "
                     f"of them out"
                 )
@@ -254,27 +252,27 @@ def _cells(
     for name, count in names.items():
         if count > 1 or len(name.encode()) > LONGEST_NAME:
             raise InputError(
-                f"{source}: expected each cell to have a name of its own, of at most "
+                f"expected each cell to have a name of its own, of at most "
                 f"{LONGEST_NAME} bytes, got {name:.100}; list each value once, and "
                 f"give long values a {LABEL}"
             )
     return tuple(cells)
 
 
-def _with_trainer(cell: Cell, *, source: str) -> Cell:
+def _with_trainer(cell: Cell) -> Cell:
     """Moves the trainer of a cell from its options to its own field."""
     options = dict(cell.options)
     trainer = options.pop(TRAINER, None)
     if not isinstance(trainer, str):
         raise InputError(
-            f'{source}: expected each trainer as a name, or as {{ {LABEL} = "grpo", '
+            f'expected each trainer as a name, or as {{ {LABEL} = "grpo", '
             f'{TRAINER} = "grpo", group_size = 8 }}, got {trainer!r:.80} of the cell '
             f"{cell.name}; name one"
         )
     return Cell(cell.values, tuple(options.items()), trainer)
 
 
-def measure(name: str, value: Any, *, source: str) -> Measure:
+def measure(name: str, value: Any) -> Measure:
     """Reads a measure: a metric's name, or a table with the fields of `Measure`."""
     fields: dict[str, Any] = {"metric": value} if isinstance(value, str) else value
     try:
@@ -286,7 +284,7 @@ def measure(name: str, value: Any, *, source: str) -> Measure:
     several = type(made.last) is int and made.last >= 1
     if not (one and several and name.isidentifier()):
         raise InputError(
-            f'{source}: expected a measure NAME = "objective/scores", '
+            f'expected a measure NAME = "objective/scores", '
             f"NAME = {{ metric = TEXT, last = 5 }} or NAME = {{ summary = TEXT }}, "
             f"with a NAME of letters, digits and _, got {name!r} = {value!r:.80}; "
             f"correct it"
@@ -294,24 +292,6 @@ def measure(name: str, value: Any, *, source: str) -> Measure:
     return made
 
 
-def words(option: str, value: Value) -> list[str]:
-    """Returns an option's words on a command line; True is --name, False --no-name."""
-    name = option.replace("_", "-")
-    if isinstance(value, bool):
-        *groups, last = name.split(".")
-        return [f"--{name}" if value else "--" + ".".join([*groups, f"no-{last}"])]
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [f"--{name}", *map(word, value)]
-    return [f"--{name}={word(value)}"]
-
-
 def hashable(value: Value) -> Value:
     """Returns a value with lists of any depth as tuples."""
     return tuple(map(hashable, value)) if isinstance(value, list) else value
-
-
-def word(value: Value) -> str:
-    """Returns a value as text of a command line; 1.0 is 1."""
-    if isinstance(value, float) and math.isfinite(value) and value == int(value):
-        return str(int(value))
-    return str(value)

@@ -68,46 +68,35 @@ class Workers(Launcher):
     """
 
     def __init__(self) -> None:
-        self._idle: list[_Worker] = []
-        self._leaving: list[_Worker] = []  # full; threads of a run may delay their end
+        self._workers: list[_Worker] = []
 
     def start(self, run: Planned) -> Process:
         """Gives a run to an idle process, or to a new one."""
         run.log.parent.mkdir(parents=True, exist_ok=True)
-        while self._idle:
-            chosen = self._idle.pop()
+        for kept in [one for one in self._workers if one.idle]:
             try:
-                chosen.give(run)
+                kept.give(run)
             except BrokenPipeError:  # the process has ended since its last run
-                chosen.end()
+                kept.end()
             else:
-                return chosen
-        chosen = _Worker(self._idle, self._leaving, log=run.log)
-        chosen.give(run)
-        return chosen
+                return kept
+        self._workers.append(_Worker(log=run.log))
+        self._workers[-1].give(run)
+        return self._workers[-1]
 
     def close(self) -> None:
         """Ends all processes, after their runs have ended."""
-        for idle in self._idle:
-            idle.end()
-        self._idle.clear()
-        for leaving in self._leaving:
-            leaving.end(within=LEAVING)
-        self._leaving.clear()
+        for one in self._workers:
+            one.end(within=LEAVING if one.full else None)
 
 
 class _Worker:
     """A process that is kept; as a `Process` it stands for its latest run."""
 
-    def __init__(
-        self, idle: list[_Worker], leaving: list[_Worker], *, log: Path
-    ) -> None:
-        """Starts the process.
-
-        It adds itself to `idle` when its run has ended, or to `leaving` if the process
-        does no further run. `log` takes the output before the first run.
-        """
-        self._idle, self._leaving = idle, leaving
+    def __init__(self, *, log: Path) -> None:
+        """Starts the process; `log` takes the output before the first run."""
+        self.idle = True  # and can take a run
+        self.full = False  # and ends; threads of a run may delay that
         self._status: int | None = None
         reading, writing = os.pipe()
         with log.open("ab") as printed:
@@ -126,7 +115,7 @@ class _Worker:
     def give(self, run: Planned) -> None:
         """Gives the idle process a run."""
         assert self._process.stdin is not None
-        self._status = None
+        self._status, self.idle = None, False
         log = str(run.log.resolve())
         line = {"module": run.module, "argv": run.arguments(), "log": log}
         self._process.stdin.write(json.dumps(line) + "\n")
@@ -154,11 +143,12 @@ class _Worker:
             self._status = self.end()
             return
         status, *last = line.split()
-        self._status = int(status)
-        (self._leaving if worker.LAST in last else self._idle).append(self)
+        self._status, self.full = int(status), worker.LAST in last
+        self.idle = not self.full
 
     def end(self, *, within: float | None = None) -> int:
         """Lets the process end, or kills it after `within` s; returns its status."""
+        self.idle = False
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # input that was not read
             self._process.stdin.close()

@@ -18,6 +18,7 @@ from typing import Any
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import folder, lock, parsing
 from rlhf_jax.runs.proof import run_files, sums
+from rlhf_jax.runs.run_config import words_of
 from rlhf_jax.sweeps import declaration
 from rlhf_jax.sweeps.declaration import (
     TRAINER,
@@ -25,7 +26,6 @@ from rlhf_jax.sweeps.declaration import (
     Sweep,
     Value,
     hashable,
-    words,
 )
 
 BEGUN = "sweep.json"
@@ -100,7 +100,7 @@ def runs_of(sweep: Sweep, *, out: Path) -> list[Planned]:
                 shown = ("rlhf-jax", trainer)
             place = Path(cell.name) / f"seed_{seed}"
             own = [*sweep.options.items(), *cell.options]
-            options = [one for option in own for one in words(*option)]
+            options = [one for option in own for one in words_of(*option)]
             planned.append(
                 Planned(
                     cell=cell,
@@ -147,46 +147,50 @@ def begin(sweep: Sweep, *, out: Path) -> None:
         },
     }
     plan = json.loads(json.dumps(plan, default=str))  # tuples are lists, dates texts
-    names = ["a file"] if out.exists() else []
-    if out.is_dir():
-        names = sorted({child.name for child in out.iterdir()} - {lock.NAME})
-    got = ", ".join(names[:4])
-    begun: dict[str, Any] | None = None
+    before, got = None, ""
     if path.exists():
         try:
-            read = parsing.read_object(
-                path, expected=EXPECTED, advice=ADVICE, shape=SHAPE
-            )
-            sums.opened(path)
-            begun = read
+            before = _read(path)
         except InputError as error:
-            got = f"{error}"
+            got = str(error)
         except ValueError as error:
             got = f"a {BEGUN} that cannot be read: {error}"
-    if begun is not None:
-        before = {name: begun.get(name) for name in ("trainer", "program", "options")}
-        cells = begun.get("cells", {})
-        known = {name: now for name, now in plan["cells"].items() if name in cells}
-        for name, value, now in [
-            *((name, value, plan[name]) for name, value in before.items()),
-            *((f"cell {name}", cells[name], now) for name, now in known.items()),
-        ]:
-            if value != now:
-                raise InputError(
-                    f"--out {out}: expected the sweep that this folder began with, "
-                    f"whose {_difference(name, value, now)}; give another --out, or "
-                    f"change it back"
-                )
-        plan |= {"cells": cells | plan["cells"]}
-        folder.write_json(path, sums.sealed(plan, files={}))
-        return
+    elif out.is_dir():
+        names = {child.name for child in out.iterdir()} - {lock.NAME}
+        got = ", ".join(sorted(names)[:4])
+    elif out.exists():
+        got = "a file"
     if got:
         raise InputError(
             f"--out {out}: expected a folder of a sweep, or none, got {got}; give "
             f"another"
         )
+    if before is not None:
+        cells = before.get("cells", {})
+        for name, was, now in (
+            *((n, before[n], plan[n]) for n in ("trainer", "program", "options")),
+            *(
+                (f"cell {name}", cells[name], now)
+                for name, now in plan["cells"].items()
+                if name in cells
+            ),
+        ):
+            if was != now:
+                raise InputError(
+                    f"--out {out}: expected the sweep that this folder began with, "
+                    f"whose {_difference(name, was, now)}; give another --out, or "
+                    f"change it back"
+                )
+        plan["cells"] = cells | plan["cells"]
     out.mkdir(parents=True, exist_ok=True)
     folder.write_json(path, sums.sealed(plan, files={}))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Reads sweep.json; InputError if it is another file, ValueError if changed."""
+    plan = parsing.read_object(path, expected=EXPECTED, advice=ADVICE, shape=SHAPE)
+    sums.opened(path)
+    return plan
 
 
 def begun(out: Path) -> Sweep:
@@ -213,7 +217,7 @@ def begun(out: Path) -> Sweep:
                 for one in asked["cells"]
             ),
             measures={
-                name: declaration.measure(name, one, source=str(path))
+                name: declaration.measure(name, one)
                 for name, one in asked["measures"].items()
             },
             claims={name: str(claim) for name, claim in asked["claims"].items()},

@@ -10,9 +10,8 @@ runs); Student 1908.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -77,9 +76,15 @@ def of_mean(values: Floats) -> Interval | None:
     return Interval(float(low), float(high))
 
 
-def half_width(deviation: float, *, seeds: int) -> float:
-    """Returns half of the t interval of a mean, t(0.975, n - 1)·s/√n, for n ≥ 2."""
-    return float(_quantile(seeds) * deviation / np.sqrt(seeds))
+def half_width(
+    deviation: Floats | float, *, seeds: npt.NDArray[np.integer] | int
+) -> Any:
+    """Returns half of the t interval of a mean, t(0.975, n - 1)·s/√n, for n ≥ 2.
+
+    Both arguments may be arrays.
+    """
+    quantile = stats.t.ppf((1 + CONFIDENCE) / 2, seeds - 1)
+    return quantile * deviation / np.sqrt(seeds)
 
 
 def of_iqm(values: Floats) -> Interval:
@@ -108,16 +113,7 @@ def half_widths(values: Floats) -> Floats:
       f[K] in the units of `values`; NaN for columns with fewer than two values.
     """
     count = np.sum(~np.isnan(values), axis=0)
-    several = count > 1
-    n = np.where(several, count, 2)
+    n = np.maximum(count, 2)
     mean = np.nansum(values, axis=0) / np.maximum(count, 1)
     variance = np.nansum((values - mean) ** 2, axis=0) / (n - 1)
-    counts, of = np.unique(n, return_inverse=True)
-    quantiles = np.array([_quantile(int(one)) for one in counts])[of]
-    return np.where(several, quantiles * np.sqrt(variance / n), np.nan)
-
-
-@functools.cache
-def _quantile(seeds: int) -> float:
-    """t(0.975, n - 1)."""
-    return float(stats.t.ppf((1 + CONFIDENCE) / 2, seeds - 1))
+    return np.where(count > 1, half_width(np.sqrt(variance), seeds=n), np.nan)

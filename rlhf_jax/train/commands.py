@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf_jax.runs import choices, command_line
@@ -61,7 +60,10 @@ def successors(config_class: type[Any]) -> dict[str, str]:
     A key may also follow its option, as in --lora.alpha or --sampler-cache.
     """
     found: dict[str, str] = {}
-    for option, choice in _choices(config_class):
+    for option, hint in choices.options(config_class):
+        choice = choices.bare(hint)
+        if not choices.is_union(choice):
+            continue
         group = option[: option.rfind(".") + 1] or "--"
         for name, kind in choices.kinds_of(choice).items():
             for key in (None, *(field.name for field in dataclasses.fields(kind))):
@@ -81,19 +83,6 @@ def _example(kind: Any, key: str | None, *, choice: Any) -> str:
     keys = dict.fromkeys(choices.missing(kind, {}) + ([] if key is None else [key]))
     given = [f"{name}=VALUE" for name in keys if name.upper() != word]
     return ",".join([word, *given])
-
-
-def _choices(kind: Any, *, prefix: str = "--") -> Iterator[tuple[str, Any]]:
-    """Yields (option, union of its kinds) for the choices of a config's tree."""
-    hints = typing.get_type_hints(kind, include_extras=True)
-    for field in dataclasses.fields(kind):
-        hint = hints[field.name]
-        bare, option = choices.bare(hint), prefix + field.name.replace("_", "-")
-        if dataclasses.is_dataclass(bare) and choices.spec_of(hint) is None:
-            inner = prefix if choices.is_unnamed(hint) else f"{option}."
-            yield from _choices(bare, prefix=inner)
-        elif choices.is_union(bare) and choices.kinds_of(bare):
-            yield option, bare
 
 
 def parse(

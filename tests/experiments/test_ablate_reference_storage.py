@@ -23,7 +23,7 @@ from studies.storage.options import STORAGES, Config
 from rlhf_jax import hf
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference import storage
-from rlhf_jax.runs import command_line, metrics
+from rlhf_jax.runs import command_line, metrics, run_config
 from rlhf_jax.sweeps import declaration, planned
 from rlhf_jax.train import sweep
 
@@ -39,7 +39,7 @@ TOY = {
     "repeats": 1,
     "held_out": 0.2,
 }
-TOY_WORDS = [word for option in TOY.items() for word in declaration.words(*option)]
+TOY_WORDS = [word for option in TOY.items() for word in run_config.words_of(*option)]
 
 
 def play(*argv):

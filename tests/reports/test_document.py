@@ -11,7 +11,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.reports import document
 from rlhf_jax.train import main, report
 
-TEXTS = ["</script><script>alert(1)</script>", "<!--", "a & b", "\u2028", "{{STYLE}}"]
+TEXTS = ["</script><script>alert(1)</script>", "<!--", "a & b", "\u2028", "${STYLE}"]
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def data_in(page):
 def test_a_text_cannot_end_the_script_that_it_is_in(text, without_library):
     page = document.page({"title": text, "text": text})
     assert data_in(page) == {"title": text, "text": text}
-    assert text not in document.as_script({"text": text}).replace("{{STYLE}}", "")
+    assert text not in document.as_script({"text": text}).replace("${STYLE}", "")
 
 
 def test_the_title_is_escaped(without_library):

@@ -514,7 +514,7 @@ def test_the_bibliography_is_whole():
 def test_a_figure_has_every_seed_and_the_interval(tmp_path):
     sweep = swept(tmp_path / "sweep")
     of = results.collected(sweep, planned.runs_of(sweep, out=tmp_path / "sweep"))
-    _, drawn = figures.of_measures(sweep, of, width=3.25, note="")
+    _, drawn = figures.of_measures(sweep, of, width=3.25)
     assert drawn.name == "kl_end"
     axis = drawn.figure.axes[0]
     assert drawn.figure.get_size_inches()[0] == 3.25
@@ -550,12 +550,12 @@ def test_a_frontier_is_a_measure_against_the_kl(tmp_path):
     sweep = swept(tmp_path / "sweep", left_out=left_out)
     of = results.collected(sweep, planned.runs_of(sweep, out=tmp_path / "sweep"))
     of.values["score"][sweep.cells[1]].pop(0)  # a seed with one measure alone
-    [drawn] = figures.of_frontiers(sweep, of, width=3.25, note=" Partial.")
+    [drawn] = figures.of_frontiers(sweep, of, width=3.25)
     assert drawn.name == "score_against_kl_end"
     assert drawn.caption == (
         "score, objective/scores, mean of the last 2 rows, against kl_end, policy.kl "
         "of summary.json: means over seeds of each cell (kl_coef, value_estimator) "
-        "with 95% Student's t intervals of both; small dots are seeds. Partial."
+        "with 95% Student's t intervals of both; small dots are seeds."
     )
     axis = drawn.figure.axes[0]
     assert axis.get_xlabel() == "kl_end"
@@ -584,7 +584,7 @@ def test_a_sweep_without_a_kl_has_no_frontier(tmp_path):
         tmp_path / "sweep", measures={"a": {"metric": "objective/scores"}}, claims={}
     )
     of = results.collected(sweep, planned.runs_of(sweep, out=tmp_path / "sweep"))
-    assert figures.of_frontiers(sweep, of, width=3.25, note="") == []
+    assert figures.of_frontiers(sweep, of, width=3.25) == []
 
 
 @pytest.mark.slow
@@ -596,7 +596,7 @@ def test_nothing_is_cut_off_a_figure(tmp_path):
     sweep = declaration.declared(fields, source="file")
     numbers = {cell: {0: 1.0, 1: 3.0} for cell in sweep.cells}
     of = results.Results({"score": numbers, "kl_end": {}}, [], {})
-    [drawn] = figures.of_measures(sweep, of, width=3.25, note="")
+    [drawn] = figures.of_measures(sweep, of, width=3.25)
     drawn.save(tmp_path)
     figure, axis = drawn.figure, drawn.figure.axes[0]
     for text in (*axis.get_yticklabels(), axis.xaxis.label, *figure.texts):
@@ -605,7 +605,7 @@ def test_nothing_is_cut_off_a_figure(tmp_path):
         assert figure.bbox.y0 <= box.y0 <= box.y1 <= figure.bbox.y1, text
     assert axis.get_position().width > 0.3
     of = results.Results({"score": numbers, "kl_end": numbers}, [], {})
-    [drawn] = figures.of_frontiers(sweep, of, width=3.25, note="")
+    [drawn] = figures.of_frontiers(sweep, of, width=3.25)
     drawn.save(tmp_path)
     box = drawn.figure.legends[0].get_window_extent()
     assert drawn.figure.bbox.x0 <= box.x0 <= box.x1 <= drawn.figure.bbox.x1

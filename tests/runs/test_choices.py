@@ -202,7 +202,11 @@ def test_what_a_text_stands_for():
         ("ratio,weight=1", SamplerCorrection, "expected no key before an equals sign"),
         ("adam,momentum=1", optimizer.Rule, "expected eps, b1, b2, mu_dtype, each"),
         ("adam,eps=small", optimizer.Rule, "expected eps to be a number, got 'small'"),
-        ("adam,mu_dtype=int8", optimizer.Rule, "mu_dtype to be float32 or bfloat16"),
+        (
+            "adam,mu_dtype=int8",
+            optimizer.Rule,
+            "mu_dtype to be one of float32, bfloat16",
+        ),
         ("adam,eps=1,eps=2", optimizer.Rule, "each with = and a value, got eps twice"),
         ("adaptive,unit=token", Control, "expected target with adaptive, got none"),
         ("fixed,target=1", Control, "expected fixed alone, which has no options"),
@@ -214,8 +218,16 @@ def test_what_a_text_stands_for():
             SamplerCorrection,
             "expected recompute alone, which has no",
         ),
-        ("reject,cap=2,level=token", SamplerCorrection, "sequence or geometric, got"),
-        ("sixteen", models.Adapters, "expected rank to be an integer, got 'sixteen'"),
+        (
+            "reject,cap=2,level=token",
+            SamplerCorrection,
+            "one of sequence, geometric, got",
+        ),
+        (
+            "sixteen",
+            models.Adapters,
+            "expected rank to be a whole number, got 'sixteen'",
+        ),
         ("mix,every=2", Reset | Mix | None, "expected rate with mix, got none"),
         ("never", Reset | Mix | None, "expected one of reset, mix, None, got 'never'"),
     ],
@@ -342,7 +354,7 @@ def test_a_config_is_read_as_it_was_recorded(module, tmp_path):
         ),
         (
             "fixed_length = true",
-            "method.fixed_length: 'true': expected truncate_after to be an integer",
+            "method.fixed_length: 'true': expected truncate_after to be a whole number",
         ),
         (
             "clip_range = 0.1",

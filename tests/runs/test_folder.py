@@ -139,7 +139,7 @@ def test_misfit_fields_are_named_together():
         "resume: expected true or false, got 0",
         'lifecycle.kl_every: expected a whole number, got "3"',
         "lifecycle.rat: unknown",
-        "betas: expected tuple[float, float], got [0.9]",
+        "betas: expected 2 numbers, got [0.9]",
         'estimator: expected one of k1, k2, k3, got "k4"',
     ):
         assert f"\n  {line}\n" in message
@@ -332,6 +332,16 @@ def test_resume_with_another_reward_warns(tmp_path, capsys, monkeypatch):
     after = hashlib.sha256(b"one = 2").hexdigest()[:12]
     versions = json.loads(path.read_text())["versions"]
     assert versions["mine.score.py"] == f"sha256 {before} then sha256 {after}"
+
+
+def test_a_version_that_the_start_did_not_record(tmp_path):
+    """A run of an older version has no hash of its reward, and gains it on a resume."""
+    path = open_run(Config(out=tmp_path)) / "config.json"
+    used = json.loads(path.read_text())["versions"]
+    for _ in range(2):
+        folder.record_versions(tmp_path, {**used, "mine.py": "sha256 1234"})
+        versions = json.loads(path.read_text())["versions"]
+        assert versions == {**used, "mine.py": "not recorded then sha256 1234"}
 
 
 def test_a_kind_of_reward_is_no_module(tmp_path, monkeypatch):

@@ -41,7 +41,7 @@ def test_elsewhere_there_is_a_line_from_time_to_time(monkeypatch):
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_it_may_be_hidden(monkeypatch, terminal):
-    with progress.hidden():
+    with progress.hidden(True):
         assert shown(monkeypatch, terminal=terminal, seconds=60.0) == ""
     with progress.hidden(False):
         assert shown(monkeypatch, terminal=terminal, seconds=60.0) != ""
@@ -50,7 +50,8 @@ def test_it_may_be_hidden(monkeypatch, terminal):
 def test_batches_are_slices_and_count_items(monkeypatch):
     monkeypatch.setattr(progress, "time", Clock(11.0))
     console = Console(file=io.StringIO(), force_terminal=False)
-    slices = progress.batches("abcdefg", "letters", size=3, console=console)
+    monkeypatch.setattr(progress, "BATCH", 3)
+    slices = progress.batches("abcdefg", "letters", console=console)
     assert [*slices] == ["abc", "def", "g"]
     lines = console.file.getvalue().splitlines()
     assert lines == [f"letters: {n} of 7" for n in (3, 6, 7)]

@@ -51,7 +51,8 @@ def test_progress_off_a_terminal_is_a_line_now_and_then():
 def test_progress_lines_tell_the_time_left(monkeypatch):
     console = plain()
     clock = [0.0]
-    sink = Progress({"ppo": 100}, shown=(), seconds_between_lines=30.0, console=console)
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 30.0)
+    sink = Progress({"ppo": 100}, console=console)
     monkeypatch.setattr(sink._bars, "get_time", lambda: clock[0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
     sink.begin("ppo", 0)
@@ -71,10 +72,13 @@ KL = Alarm("kl", 2, "KL 9 is over 8; lower it")
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_progress_tells_an_alarm_once_and_its_name_while_it_lasts(terminal):
+def test_progress_tells_an_alarm_once_and_its_name_while_it_lasts(
+    terminal, monkeypatch
+):
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
     file = io.StringIO()
     console = Console(file=file, force_terminal=terminal, width=150, color_system=None)
-    sink = Progress({"ppo": 9}, shown=(), seconds_between_lines=0.0, console=console)
+    sink = Progress({"ppo": 9}, console=console)
     sink.begin("ppo", 0)
     for step, active in enumerate(([], [DRIFT], [DRIFT, KL], [KL], [])):
         sink.write("ppo", step, {}, active)
@@ -100,7 +104,7 @@ def test_progress_tells_an_alarm_once_and_its_name_while_it_lasts(terminal):
 def test_progress_on_a_terminal_shows_the_latest_numbers():
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=100, color_system=None)
-    sink = Progress({"ppo": 8}, shown=("objective/kl",), console=console)
+    sink = Progress({"ppo": 8}, console=console)
     sink.begin("ppo", 5)
     sink.write("ppo", 5, {"objective/kl": 4.25, "loss/policy": 9.0})
     sink.close()

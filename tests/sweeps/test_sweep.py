@@ -311,7 +311,7 @@ def test_a_worker_that_is_gone_or_talks_as_it_starts_is_no_harm(tmp_path, monkey
     workers = launchers.Workers()
 
     def kill(ended):
-        for one in workers._idle:
+        for one in workers._workers:
             one._process.kill()
             one._process.wait()
 

@@ -10,7 +10,7 @@ NOT_BELOW_0 = "expected a finite number, 0 or more, got"
 NO_FOLDER = "'/nowhere'; that looks like a path, and there is no such folder"
 DEVICES = "expected axes that multiply to the 8 devices, got data="
 CHOICE = "error: {1}: expected one of .*, got '{0}'; choose one"
-WHOLE = "error: {}: expected (None or )?a whole number, got '{}'; "
+WHOLE = "error: {}: expected a whole number( or None)?, got '{}'; "
 MESH = "mesh: expected sizes of dcn, data, fsdp, expert, context, tensor,"
 PLACE = (
     "place: expected policy, AXIS=SIZE,..., last, last:AXIS=SIZE,..., "

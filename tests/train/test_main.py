@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 import types
+from pathlib import Path
 
 import pytest
 from places import FIXTURES, ROOT
@@ -104,9 +105,10 @@ def test_the_module_is_the_console_script():
 def test_how_a_run_goes_on_names_the_command(script, tmp_path, monkeypatch):
     (tmp_path / "config.json").touch()
     monkeypatch.setattr(sys, "argv", [script, "ppo"])
-    message = command_line.go_on(types.SimpleNamespace(out=tmp_path))
-    config = tmp_path / "config.json"
-    assert message == f"go on with\n  rlhf-jax ppo --config {config} --resume"
+    monkeypatch.chdir(tmp_path)
+    message = command_line.go_on(types.SimpleNamespace(out=Path()))
+    command = f"cd {tmp_path} && rlhf-jax ppo --config ./config.json --resume"
+    assert message == f"go on with\n  {command}"
 
 
 def test_texts_name_commands_that_there_are():

@@ -10,8 +10,7 @@ from test_help import TRAINERS
 from test_trainers import ANSWERS, OTHER, PAIR, play
 
 from rlhf_jax import hf
-from rlhf_jax.runs import metrics
-from rlhf_jax.runs.command_line.refusals import option_names
+from rlhf_jax.runs import choices, metrics
 from rlhf_jax.train import evaluate
 from rlhf_jax.train.supervised import dpo, reward_model, sft
 
@@ -57,8 +56,8 @@ def dtypes(out):
 
 def test_it_is_an_option_of_every_trainer_and_of_nothing_else():
     for command in TRAINERS.values():
-        assert "--save-dtype" in option_names(command.Config)
-    assert not any("save-dtype" in name for name in option_names(evaluate.Config))
+        assert "--save-dtype" in dict(choices.options(command.Config))
+    assert not any("save-dtype" in name for name, _ in choices.options(evaluate.Config))
 
 
 @pytest.mark.slow

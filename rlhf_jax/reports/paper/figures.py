@@ -34,6 +34,7 @@ METADATA = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
 PER_CELL, PER_LINE, AROUND = 0.21, 0.12, 0.75  # inches of height
 LONG, WIDE = 28, 56  # characters of a line beside the axis, and above it
 BELOW = 0.28  # distance of the seeds below their mean, as a share of a cell's height
+MEAN: dict[str, Any] = {"fmt": "D", "markersize": 3, "linewidth": 1, "capsize": 2}
 COLOUR, SEED_COLOUR = "#1f4e79", "#7f9db9"
 FRONTIER, LEGEND_LINE = 0.75, 0.13  # height over width, and inches of a legend's line
 # Matches objective/kl, policy.kl and held_out_kl_after; no coefficients or shares.
@@ -66,15 +67,15 @@ class Drawn(NamedTuple):
         )
 
 
-def of_measures(sweep: Sweep, of: Results, *, width: float, note: str) -> list[Drawn]:
-    """Draws each measure that some run has; `note` is added to every caption."""
+def of_measures(sweep: Sweep, of: Results, *, width: float) -> list[Drawn]:
+    """Draws each measure that some run has."""
     from matplotlib import rc_context
 
     with rc_context(STYLE):
         return [
             Drawn(
                 name,
-                _caption(name, sweep, of) + note,
+                _caption(name, sweep, of),
                 _figure(name, sweep, of, width=width),
             )
             for name, of_cells in of.values.items()
@@ -82,7 +83,7 @@ def of_measures(sweep: Sweep, of: Results, *, width: float, note: str) -> list[D
         ]
 
 
-def of_frontiers(sweep: Sweep, of: Results, *, width: float, note: str) -> list[Drawn]:
+def of_frontiers(sweep: Sweep, of: Results, *, width: float) -> list[Drawn]:
     """Draws each other measure against the first measure that is a KL, if any is.
 
     Each cell is drawn with the seeds that have both measures.
@@ -110,7 +111,7 @@ def of_frontiers(sweep: Sweep, of: Results, *, width: float, note: str) -> list[
                 f"{name}, {_what(sweep.measures[name])}, against {kls[0]}, "
                 f"{_what(sweep.measures[kls[0]])}: means over seeds of each cell "
                 f"({', '.join(tables.axes(sweep))}) with 95% Student's t intervals of "
-                f"both; small dots are seeds.{note}"
+                f"both; small dots are seeds."
             )
             with rc_context(STYLE):
                 axes = (kls[0], name)
@@ -179,16 +180,12 @@ def _frontier(
         x_half, y_half = (one.interval and one.interval.half for one in of_both)
         axis.plot(*zip(*pairs, strict=True), "o", color=colours(place), markersize=1.5)
         axis.errorbar(
-            of_both[0].mean,
-            of_both[1].mean,
+            *(one.mean for one in of_both),
             xerr=x_half,
             yerr=y_half,
-            fmt="D",
             color=colours(place),
-            markersize=3,
-            linewidth=1,
-            capsize=2,
             label=_plain(", ".join(tables.labels(cell))),
+            **MEAN,
         )
     for name, label in zip(names, (axis.set_xlabel, axis.set_ylabel), strict=True):
         label(_with_unit(name, sweep))
@@ -216,11 +213,8 @@ def _cell(axis: Axes, numbers: Numbers, *, place: int) -> None:
         estimate.mean,
         place,
         xerr=estimate.interval and estimate.interval.half,
-        fmt="D",
         color=COLOUR,
-        markersize=3,
-        linewidth=1,
-        capsize=2,
+        **MEAN,
     )
 
 

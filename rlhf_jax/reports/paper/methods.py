@@ -9,7 +9,8 @@ from rlhf_jax.reports.paper import tables
 from rlhf_jax.reports.paper.citations import Entry
 from rlhf_jax.reports.paper.latex import escaped
 from rlhf_jax.reports.paper.provenance import DIGEST, Record, Values, as_text
-from rlhf_jax.sweeps.declaration import Sweep, word
+from rlhf_jax.runs.run_config import word
+from rlhf_jax.sweeps.declaration import Sweep
 from rlhf_jax.sweeps.planned import SEED, Planned
 from rlhf_jax.sweeps.results import Results
 

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from rlhf_jax.reports.paper.latex import escaped
+from rlhf_jax.runs.run_config import word
 from rlhf_jax.sweeps import claims, results, statistics
 from rlhf_jax.sweeps.claims import Answered, Numbers
-from rlhf_jax.sweeps.declaration import Cell, Sweep, short, word
+from rlhf_jax.sweeps.declaration import Cell, Sweep, short
 from rlhf_jax.sweeps.results import Results
 from rlhf_jax.sweeps.statistics import Interval
 
@@ -113,13 +114,13 @@ def labels(cell: Cell) -> list[str]:
     return [word(value) for _, value in cell.values] or ["all"]
 
 
-def all_tables(sweep: Sweep, of: Results, *, note: str) -> list[Table]:
-    """Makes every table; `note` is added to the captions of a partial sweep."""
-    tables = [_means(sweep, of, note=note)]
+def all_tables(sweep: Sweep, of: Results) -> list[Table]:
+    """Makes every table."""
+    tables = [_means(sweep, of)]
     if len(sweep.cells) > 1:
-        tables.append(_differences(sweep, of, note=note))
+        tables.append(_differences(sweep, of))
     if of.answers:
-        tables.append(_claims(of, note=note))
+        tables.append(_claims(of))
     return tables
 
 
@@ -146,13 +147,13 @@ def needed(answered: Answered) -> str:
     return f"over {claims.MOST:,}" if count is None else f"{count:,}"
 
 
-def _means(sweep: Sweep, of: Results, *, note: str) -> Table:
+def _means(sweep: Sweep, of: Results) -> Table:
     caption = f"{sweep.question} " if sweep.question else ""
-    caption += f"{INTERVALS[0].upper()}{INTERVALS[1:]}.{note}"
+    caption += f"{INTERVALS[0].upper()}{INTERVALS[1:]}."
     return _estimates("results", caption, sweep, of=of.values, cells=sweep.cells)
 
 
-def _differences(sweep: Sweep, of: Results, *, note: str) -> Table:
+def _differences(sweep: Sweep, of: Results) -> Table:
     first = sweep.cells[0]
     less = {
         measure: {
@@ -162,7 +163,7 @@ def _differences(sweep: Sweep, of: Results, *, note: str) -> Table:
     }
     caption = (
         f"Differences from {first.name}, paired by seed: {INTERVALS}, over the seeds "
-        f"that both cells have.{note}"
+        f"that both cells have."
     )
     return _estimates("differences", caption, sweep, of=less, cells=sweep.cells[1:])
 
@@ -197,7 +198,7 @@ def _estimates(
     )
 
 
-def _claims(of: Results, *, note: str) -> Table:
+def _claims(of: Results) -> Table:
     rows, raw_rows = [], []
     for name, (claim, answered) in of.answers.items():
         mean, interval = answered.difference, answered.interval
@@ -214,7 +215,7 @@ def _claims(of: Results, *, note: str) -> Table:
         f"Claims. A difference is the side claimed to be larger minus the other one, "
         f"paired by seed: {INTERVALS}. A claim is answered where the interval excludes "
         f"0. For open claims the last column has the number of seeds whose interval "
-        f"would exclude it at the present mean and spread.{note}"
+        f"would exclude it at the present mean and spread."
     )
     return Table(
         "claims",

@@ -50,9 +50,11 @@ def write(
     """
     records = [provenance.read(run) for run in runs if run.done]
     note, left = methods.missing(runs)
-    all_tables = tables.all_tables(sweep, of, note=note)
-    drawn = figures.of_measures(sweep, of, width=width, note=note)
-    drawn += figures.of_frontiers(sweep, of, width=width, note=note)
+    all_tables = tables.all_tables(sweep, of)
+    drawn = figures.of_measures(sweep, of, width=width)
+    drawn += figures.of_frontiers(sweep, of, width=width)
+    all_tables = [one._replace(caption=one.caption + note) for one in all_tables]
+    drawn = [one._replace(caption=one.caption + note) for one in drawn]
     cited = citations.cited(records)
     text = methods.paragraph(sweep, runs, records, of, cited=cited)
     files = {

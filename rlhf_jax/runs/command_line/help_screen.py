@@ -63,7 +63,7 @@ def screen(
     prog: str,
     description: str,
     options: Screen,
-    notes: Sequence[str] = (),
+    notes: Sequence[str],
 ) -> str:
     """Returns the help screen, as wide as the terminal, from 60 to 100 columns.
 

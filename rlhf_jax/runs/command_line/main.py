@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 import traceback
@@ -105,7 +106,7 @@ def main(
             precision.of(config.compute_dtype),
         ):
             processes.on_first(lambda: folder.enter_context(lock.hold(config.out)))
-            with mirror.kept(config.out), refusals.Naming(type(config), argv):
+            with mirror.kept(config.out), refusals.naming(type(config), argv):
                 run(config)
     except InputError as error:
         _leave(2, f"error: {error}")
@@ -294,7 +295,11 @@ class Interrupt:
 
 
 def go_on(config: RunConfig) -> str:
-    """Returns the part of a message that says how to resume a stopped run."""
+    """Returns the part of a message that says how to resume a stopped run.
+
+    The command enters the run's working folder, since options may be relative paths or
+    name modules there.
+    """
     if not (config.out / CONFIG).exists():
         return "start again, as nothing was written yet"
     recorded = f"{mirror.written(config.out)}/{CONFIG}"
@@ -303,4 +308,5 @@ def go_on(config: RunConfig) -> str:
     modules = (("train", "main.py"), ("rlhf_jax", "__main__.py"))
     if script.name == "rlhf-jax" or script.parts[-2:] in modules:
         command = " ".join(("rlhf-jax", *sys.argv[1:2]))  # with the trainer's name
-    return f"go on with\n  {command} --config {recorded} --resume"
+    here = shlex.quote(os.getcwd())
+    return f"go on with\n  cd {here} && {command} --config {recorded} --resume"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_jax.functional.checks import InputError, StopError
-from rlhf_jax.runs import folder, parsing, run_config
+from rlhf_jax.runs import choices, folder, parsing, run_config
 from rlhf_jax.runs.command_line import help_screen, refusals
 from rlhf_jax.runs.object_storage import urls
 from rlhf_jax.runs.run_config import RunConfig
@@ -154,7 +154,7 @@ def read_file(path: Path) -> dict[str, Any]:
 def _refuse_renamed(
     renamed: Mapping[str, str], options: Sequence[str], config_class: type[Any]
 ) -> None:
-    known = refusals.option_names(config_class)
+    known = dict(choices.options(config_class))
     for text in options:
         name = text.partition("=")[0].replace("_", "-")
         if name in renamed and name not in known:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import inspect
 import io
 import itertools
 import re
 import sys
-import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -23,12 +21,6 @@ from rlhf_jax.runs import choices
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 FRAMED = re.compile(r"│|  ")  # tyro draws no │ where the output is not UTF-8
 RULE = re.compile(r"^[─-]{9,}$")
-KINDS = {  # {metavar of tyro: (words for one value, for several)}
-    "INT": ("a whole number", "whole numbers"),
-    "FLOAT": ("a number", "numbers"),
-    "STR": ("a text", "texts"),
-    "PATH": ("a path", "paths"),
-}
 ARGPARSE = (  # (message of argparse, message of this package)
     (r"argument (\S+): expected one argument", r"\1: expected a value, got none"),
     (r"argument (\S+): invalid int value:", r"\1: expected a whole number, got"),
@@ -61,20 +53,22 @@ def cli(
     prog: str,
     args: Sequence[str] | None,
     description: str | None = None,
-    **options: Any,
+    add_help: bool = True,
+    return_unknown_args: bool = False,
 ) -> Any:
     """Calls `tyro.cli(wanted, ...)`, and turns its boxed errors into InputError.
 
     Args:
       description: a docstring; each of its paragraphs becomes one line, which the
         terminal breaks.
+      add_help, return_unknown_args: arguments of `tyro.cli`.
 
     Raises:
       InputError: tyro refuses the arguments, or the config refuses its values.
     """
     args = sys.argv[1:] if args is None else args
     printed = io.StringIO()
-    with Naming(wanted, args):
+    with naming(wanted, args):
         try:
             with contextlib.redirect_stderr(printed):
                 parsed = tyro.cli(
@@ -83,14 +77,17 @@ def cli(
                     args=args,
                     description=_joined(description or "") or None,
                     registry=choices.REGISTRY,
-                    **options,
+                    add_help=add_help,
+                    return_unknown_args=return_unknown_args,
                 )
         except SystemExit as stop:
             if stop.code != 2:  # --help
                 raise
-            see = "--help" if options.get("add_help", True) else "--help-all"
+            see = "--help" if add_help else "--help-all"
             box = COLOURS.sub("", printed.getvalue())
-            why = _message(box, args=args, prog=prog, see=f"{prog} {see}")
+            why = _message(
+                box, wanted=wanted, args=args, prog=prog, see=f"{prog} {see}"
+            )
             raise InputError(_own(stop, box) or why) from None
     print(printed.getvalue(), end="", file=sys.stderr)  # warnings
     return parsed
@@ -111,54 +108,25 @@ def call(
 
     bound.__annotations__ = function.__annotations__ | {"return": Callable[[], None]}
     bound.__doc__ = _joined(inspect.getdoc(function) or "")
-    with Naming(function, args):
+    with naming(function, args):
         cli(bound, prog=prog, args=args)()
 
 
-def option_names(wanted: Any, *, prefix: str = "--") -> set[str]:
-    """Returns the options of a config or function.
+@contextlib.contextmanager
+def naming(wanted: Any, args: Sequence[str] | None) -> Iterator[None]:
+    """Rewrites the messages of errors inside by `in_options`.
 
-    These are one per choice or plain value, and those of each group's fields.
+    Args:
+      wanted: the config or function of the command.
+      args: None is the command line.
     """
-    hints = typing.get_type_hints(wanted, include_extras=True)
-    names: Iterable[str] = hints.keys() - {"return"}
-    if dataclasses.is_dataclass(wanted):
-        names = [field.name for field in dataclasses.fields(wanted)]
-    options: set[str] = set()
-    for name in names:
-        hint = hints[name]
-        group = choices.bare(hint)
-        option = f"{prefix}{name.replace('_', '-')}"
-        if dataclasses.is_dataclass(group) and choices.spec_of(hint) is None:
-            inner = prefix if choices.is_unnamed(hint) else f"{option}."
-            options |= option_names(group, prefix=inner)
-        else:
-            options.add(option)
-    return options
-
-
-@dataclasses.dataclass(frozen=True)
-class Naming:
-    """A context in which the messages of errors are rewritten by `in_options`.
-
-    with Naming(Config, argv):
-        run(config)
-    """
-
-    wanted: Any
-    """The config or function of the command."""
-    args: Sequence[str] | None
-    """None is the command line."""
-
-    def __enter__(self) -> None:
-        """Begins the context."""
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        """Rewrites the message of an InputError, which goes on."""
-        if isinstance(error, InputError):
-            args = sys.argv[1:] if self.args is None else self.args
-            options = option_names(self.wanted)
-            error.args = (in_options(str(error), options=options, args=args),)
+    try:
+        yield
+    except InputError as error:
+        args = sys.argv[1:] if args is None else args
+        options = dict(choices.options(wanted))
+        error.args = (in_options(str(error), options=options, args=args),)
+        raise
 
 
 def in_options(message: str, *, options: Iterable[str], args: Sequence[str]) -> str:
@@ -237,7 +205,7 @@ def _own(stop: SystemExit, box: str) -> str | None:
     return str(error) if option in str(error) else f"{option}: {error}"
 
 
-def _message(box: str, *, args: Sequence[str], prog: str, see: str) -> str:
+def _message(box: str, *, wanted: Any, args: Sequence[str], prog: str, see: str) -> str:
     """Rewrites tyro's box in one line; an unknown kind of box keeps its first words."""
     rows = [row for row in box.splitlines() if FRAMED.match(row)]
     rows = [row.removesuffix("│")[2:].rstrip() for row in rows]
@@ -245,19 +213,13 @@ def _message(box: str, *, args: Sequence[str], prog: str, see: str) -> str:
     first = " ".join(" ".join(above).split())
     below = list(itertools.takewhile(_is_text, rows[len(above) + 1 :]))
     if match := re.match(r"Error parsing (--[\w.-]+):", first):
-        option = match[1]
-        written = next((row for row in below if row.strip().startswith(option)), "")
-        metavar = written.strip().removeprefix(option).strip()
-        return (
-            f"{option}: expected {_described(metavar)}, got {_written(option, args)}; "
-            f"{see} explains it"
-        )
+        kind = choices.described(dict(choices.options(wanted))[match[1]])
+        got = _written(match[1], args)
+        return f"{match[1]}: expected {kind}, got {got}; {see} explains it"
     if match := re.match(r"invalid choice .* for argument '(--[\w.-]+)'", first):
-        choices = first.rpartition("Expected one of (")[2].rstrip(".,) ")
-        return (
-            f"{match[1]}: expected one of {choices.replace(chr(39), '')}, got "
-            f"{_written(match[1], args)}; choose one"
-        )
+        known = first.rpartition("Expected one of (")[2].rstrip(".,) ").replace("'", "")
+        got = _written(match[1], args)
+        return f"{match[1]}: expected one of {known}, got {got}; choose one"
     if match := re.match(r"Missing value for argument '(--[\w.-]+)'", first):
         return f"{match[1]}: expected a value, got none; write it after the option"
     if first.startswith("Missing from"):
@@ -281,21 +243,6 @@ def _is_text(row: str) -> bool:
 def _named(rows: Sequence[str]) -> Iterator[str]:
     """The arguments in a list; their help texts are indented further."""
     return (row.strip() for row in rows if re.match(r" {4}\S", row))
-
-
-def _described(metavar: str) -> str:
-    """A metavar of tyro in words: "None or a number" for {None}|FLOAT."""
-    kinds = []
-    for kind in metavar.split("|"):
-        name = kind.strip("{}")
-        if name.startswith("[") and (word := name.strip("[").split()[0]) in KINDS:
-            name = KINDS[word][1]
-        elif kind in KINDS:
-            name = KINDS[kind][0]
-        elif "," in name:
-            name = f"one of {name.replace(',', ', ')}"
-        kinds.append(name)
-    return " or ".join(kinds) or "another value"
 
 
 def _written(option: str, args: Sequence[str]) -> str:

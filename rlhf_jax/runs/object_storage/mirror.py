@@ -169,13 +169,18 @@ class Mirror:
 
     def _refill(self, names: list[str]) -> None:
         (self._spool.parent / STATE).unlink(missing_ok=True)
-        self._uploaded = {}
         for path in self._spool.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
             elif path.name != lock.NAME:
                 path.unlink()
-        self._get(names)
+
+        def get(name: str) -> None:
+            urls.get(f"{self.url}/{name}", self._spool / name)
+
+        with self._reached():
+            urls.each(get, names)
+        self._uploaded = {name: _stamp(self._spool / name) for name in names}
 
     def _keep(self, then: dict[str, Stamp], names: set[str]) -> None:
         """Keeps the spool, without the files that were removed from the bucket."""
@@ -183,14 +188,6 @@ class Mirror:
             urls.remove(self._spool / name, root=self._spool)
         now = {name: _stamp(self._spool / name) for name in self._files()}
         self._uploaded = {n: then[n] for n in then if now.get(n) == then[n]}
-
-    def _get(self, names: list[str]) -> None:
-        def get(name: str) -> None:
-            urls.get(f"{self.url}/{name}", self._spool / name)
-
-        with self._reached():
-            urls.each(get, names)
-        self._uploaded |= {name: _stamp(self._spool / name) for name in names}
 
     def claim(self) -> None:
         """Writes this process into run.lock as the writer of the run.
@@ -286,15 +283,12 @@ class Mirror:
     def _require_own(self) -> None:
         owner = self._owner()
         if owner.get("token") != self._token:
-            by = (
-                "none"
-                if not owner
-                else f"process {owner.get('process')} on {owner.get('host')}"
-            )
+            by = f"process {owner.get('process')} on {owner.get('host')}"
             raise StopError(
                 f"{self.url}: expected to be the one process that writes this run, got "
-                f"{by} in its {lock.NAME}; this one stops and leaves what it has in "
-                f"{self._spool}: end the other one, or give another --out"
+                f"{by if owner else 'none'} in its {lock.NAME}; this one stops and "
+                f"leaves what it has in {self._spool}: end the other one, or "
+                f"give another --out"
             )
 
     @contextlib.contextmanager

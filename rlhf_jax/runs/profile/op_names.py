@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-Value = int | memoryview
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 
 class OpNames(NamedTuple):
@@ -61,7 +62,7 @@ def op_names(space: bytes) -> OpNames:
     of_programs: dict[int, dict[str, str]] = {}
     of_modules: dict[str, list[dict[str, str]]] = defaultdict(list)
     of_events: dict[str, str] = {}
-    for plane in _messages(memoryview(space), 1):
+    for plane in _messages(space, 1):
         stat_names = {
             _number(entry, 1): _text(metadata, 2)
             for entry in _messages(plane, 5)
@@ -83,71 +84,37 @@ def op_names(space: bytes) -> OpNames:
     return OpNames(of_programs, dict(of_modules), of_events)
 
 
-def _of_module(proto: memoryview) -> dict[str, str]:
-    names: dict[str, str] = {}
-    for module in _messages(proto, 1):
-        for computation in _messages(module, 3):
-            for instruction in _messages(computation, 2):
-                for metadata in _messages(instruction, 7):
-                    if name := _text(metadata, 2):
-                        names[_text(instruction, 1)] = name
-    return names
+def _of_module(proto: bytes) -> dict[str, str]:
+    return {
+        _text(instruction, 1): name
+        for module in _messages(proto, 1)
+        for computation in _messages(module, 3)
+        for instruction in _messages(computation, 2)
+        for metadata in _messages(instruction, 7)
+        if (name := _text(metadata, 2))
+    }
 
 
-def _messages(message: memoryview, number: int) -> Iterator[memoryview]:
-    for field, value in _fields(message):
-        if field == number and not isinstance(value, int):
-            yield value
+def _messages(message: bytes, number: int) -> list[bytes]:
+    return [value for value in _values(message, number) if isinstance(value, bytes)]
 
 
-def _text(message: memoryview, number: int) -> str:
-    for value in _messages(message, number):
-        return bytes(value).decode(errors="replace")
-    return ""
+def _text(message: bytes, number: int) -> str:
+    return next(iter(_messages(message, number)), b"").decode(errors="replace")
 
 
-def _number(message: memoryview, number: int) -> int:
-    for field, value in _fields(message):
-        if field == number and isinstance(value, int):
-            return value
-    return 0
+def _number(message: bytes, number: int) -> int:
+    return next(iter(_values(message, number)), 0)
 
 
-def _fields(message: memoryview) -> Iterator[tuple[int, Value]]:
-    """(number, value) of every field; fixed-width ones are bytes.
+def _values(message: bytes, number: int) -> list[Any]:
+    """The values of a field: integers, or the bytes of texts and messages.
 
     Raises:
       ValueError: the message is truncated, or is not a protocol buffer.
     """
-    at, end = 0, len(message)
-    while at < end:
-        tag, at = _varint(message, at)
-        match tag & 7:
-            case 0:
-                value, at = _varint(message, at)
-                yield tag >> 3, value
-                continue
-            case 1:
-                size = 8
-            case 2:
-                size, at = _varint(message, at)
-            case 5:
-                size = 4
-            case kind:
-                raise ValueError(f"expected a protocol buffer, got wire type {kind}")
-        if at + size > end:
-            raise ValueError(f"expected {size} bytes at {at}, got {end - at}")
-        yield tag >> 3, message[at : at + size]
-        at += size
-
-
-def _varint(message: memoryview, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while at < len(message):
-        byte = message[at]
-        value |= (byte & 127) << shift
-        at += 1
-        if byte < 128:
-            return value, at
-        shift += 7
-    raise ValueError(f"expected a number at {at}, got the end")
+    try:  # a message without fields of its own keeps all as unknown ones
+        fields = UnknownFieldSet(Empty.FromString(message))
+    except DecodeError as error:
+        raise ValueError(f"expected a whole protocol buffer: {error}") from error
+    return [field.data for field in fields if field.field_number == number]

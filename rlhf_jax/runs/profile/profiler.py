@@ -167,8 +167,7 @@ class Profiler:
             devices=jax.device_count(),
             processes=jax.process_count(),
         )
-        with write_errors.writing(folder / WINDOW):
-            write_text(folder / WINDOW, json.dumps(profiled._asdict()))
+        write_text(folder / WINDOW, json.dumps(profiled._asdict()))
 
 
 def read(run_folder: Path, *, window: Window | None) -> Profiled | None:

@@ -57,28 +57,25 @@ def times(path: Path) -> Times:
     space = ProfileData.from_serialized_xspace(data)
     of_devices, of_host = _operations(space, names)
     # CPU operations run in the host's threads; other devices have planes of their own.
-    spans = of_devices or of_host
+    devices = of_devices or of_host
     host = _annotations(space)
-    per_device = []
-    for of_scope in spans.values():
+    count = max(len(devices), 1)
+    scopes: dict[str | None, float] = defaultdict(float)
+    totals = np.zeros(3)
+    for of_scope in devices.values():
         every = _union(np.concatenate(list(of_scope.values())))
         scoped = [x for scope, x in of_scope.items() if scope is not None]
-        scoped = _union(np.concatenate(scoped)) if scoped else np.zeros((0, 2))
-        seconds = {scope: _length(_union(x)) for scope, x in of_scope.items()}
+        in_scopes = _union(np.concatenate([np.zeros((0, 2)), *scoped]))
         both = _union(np.concatenate([every, host]))
         busy = _length(every)
-        of_device = (busy, busy - _length(scoped), _length(both) - busy)
-        per_device.append((seconds, of_device))
-    count = max(len(per_device), 1)
-    total = defaultdict(float)
-    for seconds, _ in per_device:
-        for scope, value in seconds.items():
-            total[scope] += value / count
-    busy, unscoped, waited = (
-        sum(of_device[at] for _, of_device in per_device) / count for at in range(3)
+        totals += (busy, busy - _length(in_scopes), _length(both) - busy)
+        for scope, spans in of_scope.items():
+            scopes[scope] += _length(_union(spans)) / count
+    return Times(
+        {scope: scopes[scope] for scope in SCOPES if scope in scopes},
+        *(totals / count).tolist(),
+        devices=len(devices),
     )
-    scopes = {scope: total[scope] for scope in SCOPES if scope in total}
-    return Times(scopes, busy, unscoped, waited, devices=len(per_device))
 
 
 def _operations(space: Any, names: OpNames) -> tuple[OfDevices, OfDevices]:

@@ -8,7 +8,7 @@ snapshot and of an exported model are covered by the sums of their lists instead
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,38 +65,36 @@ def check(folder: Path, *, only: Collection[str] | None = None) -> Checked:
     unproven: list[str] = []
     later: list[str] = []
     added: list[str] = []
-    proof = None
+    proof, whole = None, 0
     if is_over := (folder / SUMMARY).exists():
         try:
             proof = sums.opened(folder / SUMMARY)
         except (OSError, ValueError) as error:
             faults.append(f"{SUMMARY}: {error}")
-    metas: list[tuple[str, int, Meta]] = []
+    newest: Mapping[str, tuple[int, Meta]] = {}
     if proof is None or only is None:
         # Only the newest: after --accept-lost-rows older ones no longer match.
         newest = resume.newest_metas(folder, having=FILES)
-        metas = [(stage, step, meta) for stage, (step, meta) in newest.items()]
-    expected: dict[str, Sum] = {}
     if proof is not None:
         files: dict[str, Sum] = proof["files"]
         expected = {n: of for n, of in files.items() if only is None or n in only}
+        faults += sums.differences(expected, sums.of_files(folder, [*expected]))
         unproven += proof.get("doubts", [])
+        whole = 1 + len(expected)
         if only is None:
             added = [name for name in _present(folder) if name not in files]
-    elif not metas and not is_over and not resume.newest_metas(folder):
-        later.append("no snapshot is complete yet")
-    elif not metas:
+    elif newest:
+        if is_over and not faults:
+            faults.append(f"{SUMMARY}: expected its proof, got none")
+        unproven, later = _since(folder, newest, only=only)
+    elif is_over or resume.newest_metas(folder):
         unproven.append("written by a version without sums of files")
-    elif is_over and not faults:
-        faults.append(f"{SUMMARY}: expected its proof, got none")
-    faults += sums.differences(expected, sums.of_files(folder, [*expected]))
-    for stage, step, meta in metas:
+    else:
+        later.append("no snapshot is complete yet")
+    for stage, (step, meta) in newest.items():
         of_rows = _of_rows(folder, stage=stage, step=step, meta=meta, only=only)
         faults += [fault for fault in of_rows if fault not in unproven]
-    if proof is None:
-        _so_far(folder, metas, only=only, unproven=unproven, later=later)
     faults = sorted(set(faults))
-    whole = len(expected) + (proof is not None)
     return Checked(max(0, whole - len(faults)), faults, unproven, later, added)
 
 
@@ -116,11 +114,6 @@ def require(folder: Path, *, only: Collection[str], instead: str) -> list[str]:
             f"{checks.listed(checked.faults)}\n{instead}"
         )
     return checked.unproven
-
-
-def of_options(folder: Path) -> dict[str, Sum]:
-    """Returns the sums of the files that are written at the start of a run."""
-    return sums.of_files(folder, OPTIONS)
 
 
 def _of_rows(
@@ -146,30 +139,28 @@ def _of_rows(
         yield f"{name}, rows up to snapshot {step} of {stage}: {what}"
 
 
-def _so_far(
+def _since(
     folder: Path,
-    metas: Sequence[tuple[str, int, Meta]],
+    newest: Mapping[str, tuple[int, Meta]],
     *,
     only: Collection[str] | None,
-    unproven: list[str],
-    later: list[str],
-) -> None:
-    """Lists the changes since the newest snapshots of a run without a summary.
+) -> tuple[list[str], list[str]]:
+    """Files that changed since the newest snapshots of a run, and files with more rows.
 
-    Args:
-      metas: (stage, step, meta) of the newest snapshot of each stage.
-      unproven, later: lists to which the lines are added.
+    `newest` is {stage: (step, meta)}.
     """
-    newest = {stage: meta[FILES] for stage, _, meta in metas}
-    names = dict.fromkeys(name for files in newest.values() for name in files)
+    changed, later = [], []
+    saved = [meta[FILES] for _, meta in newest.values()]
+    names = dict.fromkeys(name for files in saved for name in files)
     for name in (name for name in names if only is None or name in only):
-        of = [files[name] for files in newest.values() if name in files]
+        of = [files[name] for files in saved if name in files]
         now = sums.of_files(folder, [name]).get(name, [0])
         more = now[0] - sum(size for size, _ in of)
         if name.endswith(ROWS) and more > 0:
             later.append(f"{name}: {more} bytes after the newest snapshot")
         elif not name.endswith(ROWS) and now not in of:
-            unproven.append(f"{name}: changed since the newest snapshot")
+            changed.append(f"{name}: changed since the newest snapshot")
+    return changed, later
 
 
 def _present(folder: Path, *, of_others: bool = True) -> Iterator[str]:

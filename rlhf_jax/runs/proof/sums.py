@@ -76,18 +76,21 @@ def of_rows(path: Path, *, stage: str, size: int | None = None) -> Rolling:
 
 
 def differences(
-    expected: Mapping[str, Sum], actual: Mapping[str, Sum]
+    expected: Mapping[str, Sum], actual: Mapping[str, Sum], *, called: str = "SHA-256"
 ) -> Iterator[str]:
-    """Yields one fault for each file that is missing or has another sum."""
+    """Yields one fault for each file that is missing or has another sum.
+
+    The second number of a sum may be another check than SHA-256, which is `called` so.
+    """
     for name, of in expected.items():
         if name not in actual:
             yield f"{name}: missing"
         elif actual[name] != of:
-            (size, digest), (now, got) = of, actual[name]
-            shown = [f"{now} bytes", f"{size}"]
-            if now == size:
-                shown = [f"SHA-256 {got[:12]}", digest[:12]]
-            yield f"{name}: {shown[0]}, expected {shown[1]}"
+            (size, check), (now, got) = of, actual[name]
+            if now != size:
+                yield f"{name}: {now} bytes, expected {size}"
+            else:
+                yield f"{name}: {called} {got!s:.12}, expected {check!s:.12}"
 
 
 def sealed(

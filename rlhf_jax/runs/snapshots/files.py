@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 
 from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.runs import parsing
 from rlhf_jax.runs.snapshots import integrity
 from rlhf_jax.runs.snapshots.integrity import DIGESTS, DamagedError
 
@@ -44,8 +45,9 @@ def read_arrays(
     Raises:
       DamagedError: the snapshot is damaged.
     """
-    with _reader(folder) as manager, damage_named(folder / str(step)):
-        saved = manager.item_metadata(step)["arrays"].tree
+    where = folder.absolute() / str(step) / "arrays"
+    with _reader() as reader, damage_named(folder / str(step)):
+        saved = reader.metadata(where).item_metadata.tree
         targets = {
             path: np.empty(leaf.shape, leaf.dtype)
             for path, leaf in saved.items()
@@ -54,12 +56,11 @@ def read_arrays(
         if not targets:
             return {}
         as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
-        arrays = ocp.args.PyTreeRestore(
-            targets,
-            restore_args=dict.fromkeys(targets, as_numpy),
-            partial_restore=True,
+        restore_args = dict.fromkeys(targets, as_numpy)
+        how = ocp.args.PyTreeRestore(
+            targets, restore_args=restore_args, partial_restore=True
         )
-        return manager.restore(step, args=ocp.args.Composite(arrays=arrays))["arrays"]
+        return reader.restore(where, args=how)
 
 
 class Checked(NamedTuple):
@@ -92,8 +93,9 @@ def check(folder: Path, step: int) -> Checked:
 
 def _batches(folder: Path, step: int) -> Iterator[set[str]]:
     """Yields the paths of a snapshot's arrays, in batches of READ_AT_ONCE bytes."""
-    with _reader(folder) as manager, damage_named(folder / str(step)):
-        saved = manager.item_metadata(step)["arrays"].tree
+    where = folder.absolute() / str(step)
+    with _reader() as reader, damage_named(where):
+        saved = reader.metadata(where / "arrays").item_metadata.tree
     batch: set[str] = set()
     size = 0
     for path, leaf in saved.items():
@@ -107,11 +109,14 @@ def _batches(folder: Path, step: int) -> Iterator[set[str]]:
 
 def _read_meta(folder: Path, step: int) -> tuple[dict[str, Any], dict[str, str]]:
     where = folder / str(step)
-    with _reader(folder) as manager, damage_named(where):
-        restored = manager.restore(
-            step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
-        )
-    return split(restored["meta"], where)
+    with damage_named(where):
+        text = (where / "meta" / "metadata").read_bytes()
+    try:
+        source = parsing.Source("meta", "a JSON object")
+        saved = parsing.of_json(text, source, size=None, foreign=True)
+    except InputError as error:
+        raise integrity.damaged(where, [str(error)]) from None
+    return split(saved, where)
 
 
 def split(saved: dict[str, Any], where: Path) -> tuple[dict[str, Any], dict[str, str]]:
@@ -168,24 +173,11 @@ def damage_named(where: Path) -> Iterator[None]:
         raise integrity.damaged(where, [fault]) from error
 
 
-def _reader(folder: Path) -> ocp.CheckpointManager:
+def _reader() -> ocp.Checkpointer:
     logging.set_verbosity(logging.FATAL)
     alone = jax.process_index()  # orbax must not wait for other processes
     options = ocp.options.MultiprocessingOptions(
         primary_host=alone, active_processes={alone}
     )
-    handlers = ocp.DefaultCheckpointHandlerRegistry()
-    arrays = ocp.PyTreeCheckpointHandler(multiprocessing_options=options)
-    handlers.add("arrays", ocp.args.PyTreeRestore, arrays)
-    meta = ocp.JsonCheckpointHandler(multiprocessing_options=options)
-    handlers.add("meta", ocp.args.JsonRestore, meta)
-    return ocp.CheckpointManager(
-        folder.absolute(),
-        handler_registry=handlers,
-        options=ocp.CheckpointManagerOptions(
-            read_only=True,
-            create=False,
-            lightweight_initialize=True,
-            multiprocessing_options=options,
-        ),
-    )
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=options)
+    return ocp.Checkpointer(handler, multiprocessing_options=options)

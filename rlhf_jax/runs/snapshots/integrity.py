@@ -28,6 +28,7 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import StopError
 from rlhf_jax.roles.reference import fingerprint
 from rlhf_jax.runs import parsing
+from rlhf_jax.runs.proof import sums
 from rlhf_jax.runs.unfinished import UNFINISHED, replacing
 
 Array = jax.Array
@@ -97,7 +98,7 @@ def faults_of_files(folder: Path) -> list[str]:
         return []
     try:
         text = (folder / LIST).read_bytes()
-        present = {name: tuple(pair) for name, pair in _files(folder).items()}
+        present = _files(folder)
     except OSError as error:
         return [str(error)]
     try:
@@ -105,21 +106,10 @@ def faults_of_files(folder: Path) -> list[str]:
         # Every byte of the list is checked, so that none can change unnoticed.
         if json.dumps(expected).encode() != text:
             return [f"{LIST}: it is not as it was written"]
-        sizes = {name: (size, check) for name, (size, check) in expected.items()}
+        sizes = {name: [size, check] for name, (size, check) in expected.items()}
     except (ValueError, TypeError, AttributeError) as error:
         return [f"{LIST}: {error}"]
-    faults: list[str] = []
-    for name, (size, check) in sizes.items():
-        if name not in present:
-            faults.append(f"{name}: missing")
-        elif present[name] != (size, check):
-            got, now = present[name]
-            faults.append(
-                f"{name}: {got} bytes, expected {size}"
-                if got != size
-                else f"{name}: CRC-32 {now}, expected {check}"
-            )
-    return faults
+    return [*sums.differences(sizes, present, called="CRC-32")]
 
 
 def added(folder: Path) -> list[str]:

@@ -94,38 +94,41 @@ def require_rows(folder: Path) -> None:
         saved = meta.get(run_files.FILES, {})
         for name, count in meta[ROWS].items():
             path, of = folder / f"{name}.jsonl", saved.get(f"{name}.jsonl")
-            if (
-                of is not None
-                and sums.of_rows(path, stage=stage, size=of[0]).now() == of
-            ):
-                continue
-            steps = places(path) if path.exists() else []
-            steps = [x.step for x in steps if x.stage == stage and x.step < step]
-            why = lost_rows(
-                path, stage=stage, step=step, steps=steps, count=count, of=of
-            )
+            if of is not None and _sum(path, stage, of) == of:
+                continue  # without parsing the lines
+            lines = places(path) if path.exists() else []
+            why = lost_rows(path, lines, stage=stage, step=step, count=count, of=of)
             refuse([f"{why}; {LOST}"] if why else [])
+
+
+def steps_of(lines: Sequence[Line], *, stage: str, before: int) -> list[int]:
+    """Returns the steps of a stage's rows that are before a step."""
+    return [at.step for at in lines if at.stage == stage and at.step < before]
+
+
+def _sum(path: Path, stage: str, of: sums.Sum) -> sums.Sum:
+    """The sum of as many bytes of a stage's rows as another sum has."""
+    return sums.of_rows(path, stage=stage, size=of[0]).now()
 
 
 def lost_rows(
     path: Path,
+    lines: Sequence[Line],
     *,
     stage: str,
     step: int,
-    steps: Sequence[int],
     count: int | None,
     of: sums.Sum | None,
 ) -> str:
     """Says how a file's rows differ from those of a snapshot; "" if they do not.
 
     Args:
-      steps: those of the stage's rows before `step`, the number of the snapshot.
-      count, of: the number and the sum of these rows in the snapshot.
+      lines: `places` of the file.
+      step: number of the snapshot.
+      count, of: number and sum of the stage's rows before `step` in the snapshot.
     """
-    same = len(steps) == count
-    if same and of is not None:
-        same = sums.of_rows(path, stage=stage, size=of[0]).now() == of
-    if same:
+    steps = steps_of(lines, stage=stage, before=step)
+    if len(steps) == count and (of is None or _sum(path, stage, of) == of):
         return ""
     lost = sorted(set(range(step)) - set(steps))
     twice = sorted(at for at, n in collections.Counter(steps).items() if n > 1)

@@ -95,13 +95,13 @@ class Proof:
           ReferenceMovedError: a model is not what was frozen, or is not the one that
             the snapshot records.
         """
-        for name in sorted(saved.keys() | self._initial.keys()):
-            if name not in saved or name not in self._initial:
-                raise InputError(
-                    f"{where}: expected the frozen models {sorted(self._initial)}, as "
-                    f"this run has them, got {sorted(saved)}; resume with those that "
-                    f"the run began with"
-                )
+        if saved.keys() != self._initial.keys():
+            raise InputError(
+                f"{where}: expected the frozen models {sorted(self._initial)}, as this "
+                f"run has them, got {sorted(saved)}; resume with those that the run "
+                f"began with"
+            )
+        for name in sorted(saved):
             initial, moves = saved[name]["initial"], name in self._moving
             if saved[name]["moves"] != moves:
                 raise InputError(

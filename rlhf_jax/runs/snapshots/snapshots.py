@@ -110,7 +110,7 @@ class Snapshots(contextlib.AbstractContextManager[Any]):
         """
         if step in self._manager.all_steps():
             return
-        self._wait()
+        self.wait()
         self._newest = step
         raw = jax.tree.map(_raw, _flat(arrays))
         digests = {"arrays": integrity.of_arrays(raw), "meta": integrity.of_meta(meta)}
@@ -139,7 +139,7 @@ class Snapshots(contextlib.AbstractContextManager[Any]):
             not those of `like`; the message names them.
           DamagedError: the snapshot is damaged; the message names the faults.
         """
-        self._wait()
+        self.wait()
         checks.one_of(
             among=tuple(self.steps()), **{f"snapshot in {self._folder}": step}
         )
@@ -191,7 +191,7 @@ class Snapshots(contextlib.AbstractContextManager[Any]):
         Returns:
           The new paths.
         """
-        self._wait()
+        self.wait()
         later = [step for step in self.steps() if step > after]
         names = [_unused(self._folder / f"{step}{SET_ASIDE}") for step in later]
         if processes.is_first():
@@ -204,7 +204,10 @@ class Snapshots(contextlib.AbstractContextManager[Any]):
 
     def wait(self) -> None:
         """Waits until the last snapshot is complete; raises as `close`."""
-        self._wait()
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            with self._writing():
+                saving.result()
 
     def close(self) -> None:
         """Waits until the last snapshot is complete.
@@ -214,7 +217,7 @@ class Snapshots(contextlib.AbstractContextManager[Any]):
         """
         if self._unwritten:
             return  # orbax would wait for the failed snapshot, and raise again
-        self._wait()
+        self.wait()
         self._behind.shutdown()
         self._manager.close()
 
@@ -233,12 +236,6 @@ class Snapshots(contextlib.AbstractContextManager[Any]):
     def _remove_deleted(self) -> None:
         if processes.is_first():
             shutil.rmtree(self._folder / DELETED, ignore_errors=True)
-
-    def _wait(self) -> None:
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            with self._writing():
-                saving.result()
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:

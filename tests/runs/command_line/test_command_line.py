@@ -84,7 +84,7 @@ def test_help_explains_every_field(capsys):
         ),
         (
             ("--out", "run", "--kl-coef", "much"),
-            "--kl-coef: expected None or a number, got 'much'; ",
+            "--kl-coef: expected a number or None, got 'much'; ",
         ),
         (
             ("--out", "run", "--estimator", "k4"),

@@ -54,7 +54,7 @@ def refused(argv, **options):
     [
         (
             [*NEEDED, "--kl-coef", "abc"],
-            "--kl-coef: expected None or a number, got 'abc'; train --help explains it",
+            "--kl-coef: expected a number or None, got 'abc'; train --help explains it",
         ),
         (
             [*NEEDED, "--num_steps=1.5"],
@@ -66,7 +66,7 @@ def refused(argv, **options):
         ),
         (
             [*NEEDED, "--texts", "x"],
-            "--texts: expected None or whole numbers, got 'x'; train --help explains "
+            "--texts: expected whole numbers or None, got 'x'; train --help explains "
             "it",
         ),
         (

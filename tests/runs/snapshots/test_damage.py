@@ -394,6 +394,6 @@ def test_going_back_from_a_whole_snapshot(out, finished):
     assert play(out, resume_from=4) == finished[1]
     assert rows(out) == rows(finished[0])
     with pytest.raises(
-        InputError, match="--resume-from: expected a number of at least 0"
+        InputError, match="resume_from: expected a number of at least 0"
     ):
         Config(out=out, resume_from=-1)
