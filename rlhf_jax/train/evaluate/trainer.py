@@ -27,7 +27,6 @@ from rlhf_jax.runs import command_line, folder, lock, metrics, report, run
 from rlhf_jax.runs.object_storage import mirror
 from rlhf_jax.runs.proof import run_files
 from rlhf_jax.runs.report import Role
-from rlhf_jax.train.environment.sampler import OpenedEnvironment
 from rlhf_jax.train.evaluate import responses, results
 from rlhf_jax.train.evaluate.episodes import Played
 from rlhf_jax.train.evaluate.options import Config
@@ -35,6 +34,7 @@ from rlhf_jax.train.evaluate.programs import Programs
 from rlhf_jax.train.evaluate.responses import Evaluation, Model
 from rlhf_jax.train.reading import load_start, receipt_of
 from rlhf_jax.train.rewards import RewardList, RewardPools
+from rlhf_jax.train.rollouts.environment import OpenedEnvironment
 from rlhf_jax.train.rows import read_rows
 
 STAGE = "evaluate"
