@@ -148,9 +148,11 @@ class HeldOut:
         episodes, waiting = self._episodes[greedy], None
         for number in range(-(-len(self._data.rows) // self._size)):
             prompts = self._batches[number]
-            if sample:
-                shifted = np.asarray(prompts.sample) + sample
-                prompts = dataclasses.replace(prompts, sample=shifted)
+            samples = np.asarray(prompts.sample) + sample
+            if episodes is None:  # an environment plays all
+                # Rows of a second epoch fill up the last batch, and are not scored.
+                samples = np.where(np.asarray(prompts.sample) > 0, ~samples, samples)
+            prompts = dataclasses.replace(prompts, sample=samples)
             prompts = row_sharding.put_rows(prompts, mesh=self._mesh)
             if episodes is None:
                 rollout = programs.respond(
