@@ -26,7 +26,7 @@ from rlhf_jax.models.caches import Caches, DeltaState, Kept, KeyValue, blank_sta
 from rlhf_jax.models.config import ATTENTIONS, ModelConfig
 from rlhf_jax.models.experts import Given
 from rlhf_jax.models.layers import Sights, block_of, in_periods, unstack
-from rlhf_jax.models.positions import angles, positions_of, unless
+from rlhf_jax.models.positions import angles, positions_of
 
 Array = jax.Array
 Params = Any
@@ -208,9 +208,6 @@ def prefill(
     number = jnp.arange(columns, dtype=jnp.int32)
     window = columns if model.sliding_window is None else model.sliding_window
 
-    local_layers = jnp.asarray([model.is_local(n) for n in range(model.num_layers)])
-    unrotated = jnp.asarray(model.unrotated_layers) if model.unrotated_layers else None
-
     def run(caches: Any, start: Array) -> tuple[Any, Any]:
         def own(x: Array) -> Array:
             return jax.lax.dynamic_slice_in_dim(x, start, chunk, axis=1)
@@ -230,29 +227,6 @@ def prefill(
         )
 
         def layer(
-            x: Array, one: tuple[Params, KeyValue, Any, Any]
-        ) -> tuple[Array, Any]:
-            params, cache, local, unrotated = one
-            sees = jnp.where(local, near, visible)
-            rotary: Any = jax.tree.map(
-                lambda few, all_: jnp.where(local, few, all_), narrow, everything
-            )
-            if unrotated is not None:
-                rotary = unless(unrotated, rotary)
-            (x, cache), routing = blocks.apply(
-                blocks.Block(model),
-                leaves.read(params),
-                x,
-                experts=given,
-                mask=sees,
-                rotary=rotary,
-                cache=cache,
-                column=start,
-            )
-            chosen = None if routing is None else routing.chosen
-            return axes.rows_apart(x), (cache, chosen)
-
-        def of_kinds(
             x: Array, one: Sequence[Any], number: int, shared: Any
         ) -> tuple[Array, dict[str, Any]]:
             (params, kept, inputs), module = one, model.mixer(number)
@@ -278,15 +252,9 @@ def prefill(
         if model.per_layer_width is not None:
             own_inputs = per_layer.inputs(params, x, model=model, tokens=own(tokens))
             inputs["per_layer"] = own_inputs
-        x, chosen = axes.rows_apart(x), None
-        if model.by_kind:
-            stacks = params["layers"], caches, inputs
-            x, caches = in_periods(of_kinds, x, stacks, model=model)
-            chosen = caches.pop("chosen", None)
-        else:
-            of_layers = params["layers"], caches["attention"], local_layers, unrotated
-            x, (kept, chosen) = jax.lax.scan(layer, x, of_layers)
-            caches = {"attention": kept}
+        stacks = params["layers"], caches, inputs
+        x, caches = in_periods(layer, axes.rows_apart(x), stacks, model=model)
+        chosen = caches.pop("chosen", None)
         return caches, (x[:, -1], chosen)
 
     blank = _blank(model, rows=rows, columns=columns)

@@ -1,8 +1,8 @@
 """The layers of a decoder over whole rows, and stacked layers taken apart.
 
 `lax.scan` runs over stacked layers, every leaf [L, ...]; with `model.unroll` each layer
-is an operation of its own. Where some layers have modules that others lack, the leaves
-of a module are stacked over the layers that have it, and the scan is over periods:
+is an operation of its own. Where layers differ in their kind, the scan is over periods,
+and the leaves of a module are stacked over the layers that have it:
 
     layer          0 1 2 3  4 5 6 7        a: attention, d: a DeltaNet
     has            d d d a  d d d a        attention [2, ...], delta_net [6, ...],
@@ -27,7 +27,7 @@ from rlhf_jax.models import axes, blocks, leaves
 from rlhf_jax.models.config import ModelConfig, Remat
 from rlhf_jax.models.experts import NOTHING, Given, Routing
 from rlhf_jax.models.experts.routing import ROUTING
-from rlhf_jax.models.positions import AttentionMask, angles, unless
+from rlhf_jax.models.positions import AttentionMask, angles
 
 Array = jax.Array
 Params = Any  # nested dict of arrays
@@ -95,125 +95,56 @@ def run(
         window = near, angles(positions, model=model, local=True)
     sights = Sights(everything, window, recurrent=mask)
     stored = leaves.any_stored(layers)
+    unroll = model.unroll and not stored
     # A gradient (to adapters beside such a base) would keep every layer as it was read,
     # which is the whole model; it reads them again instead.
     remat = "full" if model.remat == "none" and stored else model.remat
 
-    def rematerialised(run: Callable[..., Any]) -> Callable[..., Any]:
-        if remat == "none":
-            return run
-        # Only a loop keeps the two forward passes apart by itself.
-        return jax.checkpoint(run, policy=POLICIES[remat], prevent_cse=model.unroll)
+    def one(
+        x: Array, layer: Sequence[Params], number: int, shared: Any
+    ) -> tuple[Array, Any]:
+        params, inputs = layer
+        mask, rotary = sights.of(number, model=model)
+        # Earlier layers compute every column: later columns attend to them.
+        last = unroll and number == model.num_layers - 1
+        run = functools.partial(
+            _jitted_layer if unroll else _layer,
+            block=block_of(model, number),
+            mask=mask,
+            rotary=rotary,
+            first=first_column if last else 0,
+        )
+        if remat != "none":
+            # Only a loop keeps the two forward passes apart by itself.
+            policy = POLICIES[remat]
+            run = jax.checkpoint(run, policy=policy, prevent_cse=model.unroll)
+        given = dataclasses.replace(experts, chosen=inputs.get("chosen"))
+        cache = shared.get(model.is_local(number))
+        x, (kept, routing) = run(x, params, given, inputs.get("per_layer"), cache)
+        kept = {model.mixer(number): kept} if cache is None else {}
+        return x, kept if routing is None else {**kept, ROUTING: routing}
 
-    if model.by_kind:
-
-        def of_kinds(
-            x: Array, layer: Sequence[Params], number: int, shared: Any
-        ) -> tuple[Any, Any]:
-            params, inputs = layer
-            sight = sights.of(number, model=model)
-            own = functools.partial(_layer, model=model, sight=sight, number=number)
-            given = dataclasses.replace(experts, chosen=inputs.get("chosen"))
-            cache = shared.get(model.is_local(number))
-            x, (kept, routing) = rematerialised(own)(
-                x, params, given, inputs.get("per_layer"), cache
-            )
-            kept = {model.mixer(number): kept} if cache is None else {}
-            return x, kept if routing is None else {**kept, ROUTING: routing}
-
-        inputs = {"per_layer": per_layer, "chosen": experts.chosen}
-        stacks = layers, {k: leaf for k, leaf in inputs.items() if leaf is not None}
-        unroll = model.unroll and not stored
-        x, kept = in_periods(of_kinds, x, stacks, model=model, unroll=unroll)
-        routing = kept.pop(ROUTING, None)
-        return x[:, first_column:], kept, routing
-
-    if model.unroll and not stored:
-        outputs = []
-        for number, layer in enumerate(unstack(layers, model=model)):
-            mask, rotary = sights.of(number, model=model)
-            # Earlier layers compute every column: later columns attend to them.
-            one = functools.partial(
-                _jitted_layer,
-                mask=dataclasses.replace(mask, window=None),
-                rotary=rotary,
-                model=model,
-                window=mask.window,
-                first=first_column if number == model.num_layers - 1 else 0,
-            )
-            chosen = None if experts.chosen is None else experts.chosen[number]
-            given = dataclasses.replace(experts, chosen=chosen)
-            x, output = rematerialised(one)(x, layer, given)
-            outputs.append(output)
-        kept, routing = jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
-        return x, {"attention": kept}, routing
-
-    # Local and global layers share one scan: an array says which kind each layer is.
-    mixed = any(model.local_layers) and not all(model.local_layers)
-    local = jnp.asarray(model.local_layers) if mixed else None
-    # Global layers get a window of all columns, which hides nothing.
-    size = mask.columns
-    widths = size if model.sliding_window is None else model.sliding_window, size
-    unrotated = jnp.asarray(model.unrotated_layers) if model.unrotated_layers else None
-
-    def scanned(x: Array, one: tuple[Params, Any, Any, Any]) -> tuple[Any, Any]:
-        layer, local, unrotated, chosen = one
-        sight: Sight = window if all(model.local_layers) else everything
-        if local is not None:
-            rotary = jax.tree.map(
-                lambda narrow, wide: jnp.where(local, narrow, wide),
-                window[1],
-                everything[1],
-            )
-            # The width is traced, as the scan has one body; `windows` has its two
-            # values, for engines whose windows are static.
-            width = jnp.where(local, *widths)
-            sight = dataclasses.replace(mask, window=width, windows=widths), rotary
-        if unrotated is not None:
-            sight = sight[0], unless(unrotated, sight[1])
-        given = dataclasses.replace(experts, chosen=chosen)
-        return _layer(x, layer, given, model=model, sight=sight)
-
-    # One layer is compiled for all L.
-    of_layers = layers, local, unrotated, experts.chosen
-    x, (kept, routing) = jax.lax.scan(rematerialised(scanned), x, of_layers)
-    return x[:, first_column:], {"attention": kept}, routing
-
-
-# Jitted to save tracing: JAX caches the trace, so that a program with six layers, or
-# with a branch for each size of packed rows, does not trace the same lines again.
-# Compilers inline the call.
-@functools.partial(jax.jit, static_argnames=("model", "window", "first"))
-def _jitted_layer(
-    x: Array,
-    params: Params,
-    experts: Given,
-    *,
-    mask: AttentionMask,
-    rotary: Any,
-    model: ModelConfig,
-    window: int | None,  # of the mask: an int that `jit` would trace there
-    first: int,
-) -> tuple[Any, Any]:
-    sight = dataclasses.replace(mask, window=window), rotary
-    return _layer(x, params, experts, model=model, sight=sight, first=first)
+    inputs = {"per_layer": per_layer, "chosen": experts.chosen}
+    stacks = layers, {k: leaf for k, leaf in inputs.items() if leaf is not None}
+    x, kept = in_periods(one, x, stacks, model=model, unroll=unroll)
+    routing = kept.pop(ROUTING, None)
+    return x if unroll else x[:, first_column:], kept, routing
 
 
 def _layer(
     x: Array,
     params: Params,
     experts: Given,
-    per_layer: Array | None = None,
-    cache: Any = None,
+    per_layer: Array | None,
+    cache: Any,
     *,
-    model: ModelConfig,
-    sight: Sight,
-    first: int = 0,
-    number: int = 0,
-) -> tuple[Any, Any]:
-    mask, rotary = sight
+    block: blocks.Block,
+    mask: AttentionMask,
+    rotary: Any,
+    first: int,
+) -> tuple[Array, Any]:
     (y, kept), routing = blocks.apply(
-        block_of(model, number),
+        block,
         leaves.read(params),
         x,
         experts=experts,
@@ -225,6 +156,12 @@ def _layer(
     )
     y = axes.rows_apart(y) if mask.cut is None else mask.cut.apart(y)
     return y, (kept, routing)
+
+
+# Jitted to save tracing: JAX caches the trace, so that a program with six layers, or
+# with a branch for each size of packed rows, does not trace the same lines again.
+# Compilers inline the call.
+_jitted_layer = jax.jit(_layer, static_argnames=("block", "first"))
 
 
 def block_of(model: ModelConfig, layer: int) -> blocks.Block:
@@ -272,7 +209,8 @@ def in_periods(
             for n in map(model.source, range(first, first + count))
             if n is not None
         }
-        period = count if unroll else period
+        if unroll or period == 1:  # one by one, or one run of all
+            period = count
         turn = functools.partial(
             _period,
             one,
@@ -293,7 +231,7 @@ def in_periods(
             )
             x, kept = jax.lax.scan(turn, x, apart)
             kept = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), kept)
-        all_kept |= kept
+        all_kept = joined([all_kept, kept])
     return x, all_kept
 
 
@@ -308,8 +246,9 @@ def _period(
     shared: Any,
 ) -> tuple[Array, Any]:
     """Runs x through a period of layers from the first, each run of one kind a scan."""
-    kept = []
-    of_runs = _by_runs(stacks, runs, model=model, first=first)
+    kept, of_runs = [], [stacks]
+    if len(runs) > 1:
+        of_runs = _by_runs(stacks, runs, model=model, first=first)
     for size, run in zip(runs, of_runs, strict=True):
 
         def of_kind(
@@ -318,7 +257,7 @@ def _period(
             return one(x, layer, number, shared)
 
         if size == 1:
-            x, of_layer = of_kind(x, jax.tree.map(lambda leaf: leaf[0], run))
+            x, of_layer = of_kind(x, jax.tree.map(lambda leaf: leaf.squeeze(0), run))
             of_run = jax.tree.map(lambda leaf: leaf[None], of_layer)
         else:
             x, of_run = jax.lax.scan(of_kind, x, run)
@@ -402,8 +341,6 @@ def unstack(stacks: Params, *, model: ModelConfig) -> tuple[Params, ...]:
     Args:
       stacks: {module: leaves [n, ...] of the n layers that have it}.
     """
-    if not model.by_kind:  # every layer has every module
-        return _split(stacks, model.num_layers)
     layers: list[Params] = [{} for _ in range(model.num_layers)]
     for module, stack in stacks.items():
         numbers = model.layers_of(module)

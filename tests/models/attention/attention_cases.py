@@ -26,7 +26,7 @@ CASES = {
         *(4, 2, SIZE),
         {"window": 4, "softcap": 1.5, "scale": 0.7},
     ),
-    "later queries, traced window": (4, 1, 18, {"window": np.int32(9)}),
+    "later queries, window": (4, 1, 18, {"window": 9}),
     "shared prefix": (4, 2, SIZE, {"prefixes": PREFIXES}),
 }
 
@@ -61,11 +61,8 @@ def expected(name):
 
 
 def mask_of(name, *, rows=slice(None), packed=True):
-    """The mask record; its window is traced where the case says so."""
-    options = dict(CASES[name][3])
-    if isinstance(options.get("window"), np.int32):
-        options["windows"] = int(options["window"]), SIZE
-    return AttentionMask(segments=jnp.asarray(SEGMENTS[rows]), packed=packed, **options)
+    segments = jnp.asarray(SEGMENTS[rows])
+    return AttentionMask(segments=segments, packed=packed, **CASES[name][3])
 
 
 def live(name):
@@ -114,10 +111,7 @@ def with_gradients(engine, name):
         )
         return out, back(weights.astype(out.dtype))
 
-    mask = mask_of(name)
-    if isinstance(mask.window, int):  # as it would not stay under `jax.jit`
-        return jax.jit(functools.partial(both, mask=mask))
-    return functools.partial(jax.jit(both), mask=mask)
+    return functools.partial(jax.jit(both), mask=mask_of(name))
 
 
 def poisoned(name, *, by):

@@ -127,20 +127,18 @@ def test_devices_compute_their_own_rows_and_heads(kv_heads):
     prefixes = jnp.asarray(segments // 2)
     engine = functools.partial(attend_blockwise, block=8)
 
-    def with_gradient(engine, window):
-        def total(query, key, value, segments, window):
-            mask = AttentionMask(segments=segments, prefixes=prefixes, window=window)
+    def with_gradient(engine):
+        def total(query, key, value, segments):
+            mask = AttentionMask(segments=segments, prefixes=prefixes, window=7)
             return (engine(query, (key, value), mask=mask) * weights).sum()
 
         return jax.jit(jax.value_and_grad(total, (0, 1, 2)))(
-            query, key, value, segments, window
+            query, key, value, segments
         )
 
-    plain = with_gradient(engine, jnp.int32(7))
+    plain = with_gradient(engine)
     with jax.set_mesh(MeshShape(data=2, fsdp=2, tensor=2).make()):
-        split = with_gradient(
-            functools.partial(attend_per_device, engine=engine), jnp.int32(7)
-        )
+        split = with_gradient(functools.partial(attend_per_device, engine=engine))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
         split,
