@@ -203,7 +203,9 @@ def in_periods(
       x, and {module: outputs, stacked over the layers that have it}.
     """
     all_kept: dict[str, Any] = {}
-    for first, count, period in model.parts:
+    sizes = [count for _, count, _ in model.parts]
+    of_parts = _by_runs(stacks, sizes, model=model, first=0)
+    for (first, count, period), own in zip(model.parts, of_parts, strict=True):
         shared = {
             model.is_local(n): _of_layer(all_kept, n, model=model)
             for n in map(model.source, range(first, first + count))
@@ -219,9 +221,6 @@ def in_periods(
             runs=[1] * period if unroll else _runs(model, first=first, layers=period),
             shared=shared,
         )
-        own = [
-            part_of(stack, model=model, first=first, count=count) for stack in stacks
-        ]
         if count == period:
             x, kept = turn(x, own)
         else:
@@ -246,9 +245,8 @@ def _period(
     shared: Any,
 ) -> tuple[Array, Any]:
     """Runs x through a period of layers from the first, each run of one kind a scan."""
-    kept, of_runs = [], [stacks]
-    if len(runs) > 1:
-        of_runs = _by_runs(stacks, runs, model=model, first=first)
+    kept = []
+    of_runs = _by_runs(stacks, runs, model=model, first=first)
     for size, run in zip(runs, of_runs, strict=True):
 
         def of_kind(
@@ -273,19 +271,6 @@ def _of_layer(kept: Params, layer: int, *, model: ModelConfig) -> Any:
     return jax.tree.map(lambda leaf: leaf[at], kept[module])
 
 
-def part_of(stack: Params, *, model: ModelConfig, first: int, count: int) -> Params:
-    """A stack of the layers of one of `model.parts` alone."""
-    parts = {}
-    for module, tree in stack.items():
-        has = model.layers_of(module)
-        at = slice(*(sum(n < end for n in has) for end in (first, first + count)))
-        if has[at] == has:
-            parts[module] = tree
-        elif has[at]:
-            parts[module] = jax.tree.map(lambda leaf, at=at: leaf[at], tree)
-    return parts
-
-
 def _runs(model: ModelConfig, *, first: int, layers: int) -> list[int]:
     """Lengths of the runs of layers of one kind, of some layers from the first.
 
@@ -297,8 +282,10 @@ def _runs(model: ModelConfig, *, first: int, layers: int) -> list[int]:
 
 def _by_runs(
     stacks: Sequence[Params], runs: Sequence[int], *, model: ModelConfig, first: int
-) -> list[list[Params]]:
+) -> list[Sequence[Params]]:
     """For each run, {module: leaves [n, ...]} of its n layers from each stack."""
+    if len(runs) == 1:
+        return [stacks]
     bounds = [first + end for end in itertools.accumulate(runs, initial=0)]
 
     def of(stack: Params) -> list[Params]:
