@@ -180,7 +180,7 @@ def block_of(model: ModelConfig, layer: int) -> blocks.Block:
 
 
 def in_periods(
-    one: Callable[[Array, Sequence[Any], int, Any], tuple[Array, Any]],
+    one: Callable[..., tuple[Array, Any]],
     x: Array,
     stacks: Sequence[Params],
     *,
@@ -193,9 +193,9 @@ def in_periods(
     that compilers meet each kind once; with `unroll` they stay one by one.
 
     Args:
-      one: (x, the layer's part of each stack, the number of a layer of its kind,
-        {whether local: keys and values to read}, empty but for shared layers) to x and
-        {module: output to keep}.
+      one: one(x, layer, number=, shared=) of the layer's part of each stack, the number
+        of a layer of its kind, and {whether local: keys and values to read}, empty but
+        for shared layers; returns x and {module: output to keep}.
       stacks: each is {module: leaves stacked over the layers that have it}.
       unroll: runs layers one by one.
 
@@ -211,8 +211,8 @@ def in_periods(
             for n in map(model.source, range(first, first + count))
             if n is not None
         }
-        if unroll or period == 1:  # one by one, or one run of all
-            period = count
+        loop = period == 1 and not unroll  # over layers of one kind
+        period = count if unroll else period
         turn = functools.partial(
             _period,
             one,
@@ -221,7 +221,10 @@ def in_periods(
             runs=[1] * period if unroll else _runs(model, first=first, layers=period),
             shared=shared,
         )
-        if count == period:
+        if loop:
+            of_kind = functools.partial(one, number=first, shared=shared)
+            x, kept = jax.lax.scan(of_kind, x, own)
+        elif count == period:
             x, kept = turn(x, own)
         else:
             turns = count // period
@@ -248,12 +251,7 @@ def _period(
     kept = []
     of_runs = _by_runs(stacks, runs, model=model, first=first)
     for size, run in zip(runs, of_runs, strict=True):
-
-        def of_kind(
-            x: Array, layer: Sequence[Params], number: int = first
-        ) -> tuple[Array, Any]:
-            return one(x, layer, number, shared)
-
+        of_kind = functools.partial(one, number=first, shared=shared)
         if size == 1:
             x, of_layer = of_kind(x, jax.tree.map(lambda leaf: leaf.squeeze(0), run))
             of_run = jax.tree.map(lambda leaf: leaf[None], of_layer)
