@@ -47,6 +47,9 @@ instead of gathering them. `auto` chooses by backend, length and model (`layout.
 """
 
 
+ScalingKind = Literal["linear", "llama3", "yarn", "proportional"]
+
+
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
     """How rotary frequencies are stretched beyond the length of pre-training.
@@ -61,7 +64,7 @@ class RopeScaling:
     `share` of them to 0 (Gemma 4).
     """
 
-    kind: Literal["linear", "llama3", "yarn", "proportional"]
+    kind: ScalingKind
     factor: float  # dimensionless, >= 1
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -71,6 +74,9 @@ class RopeScaling:
     truncate: bool = True  # yarn's blend begins and ends at whole dimensions
     attention_factor: float = 1.0  # yarn only, dimensionless
     share: float = 1.0  # proportional only: share of the dimensions that rotate
+
+    def __post_init__(self) -> None:
+        checks.one_of(kind=self.kind, among=get_args(ScalingKind))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,8 +231,13 @@ class ModelConfig:
             page_size=self.page_size,
         )
         unused_ids.check(self.unused_ids, vocab_size=self.vocab_size)
+        # A name that is not known would compute as another one, without a word.
+        checks.one_of(norm=self.norm, among=("layernorm", "rmsnorm"))
+        checks.one_of(positions=self.positions, among=("learned", "rope"))
+        checks.one_of(activation=self.activation, among=("gelu_tanh", "gelu", "silu"))
         checks.one_of(attention=self.attention, among=get_args(Attention))
         checks.one_of(remat=self.remat, among=get_args(Remat))
+        checks.one_of(cache=self.cache, among=get_args(Cache))
         refuse((*self._faults(), *self._faults_of_layers()))
 
     def _faults(self) -> Iterator[str]:

@@ -255,9 +255,15 @@ def test_bad_shapes_and_configs_are_named():
         ({"head_dim": 7}, "expected an even head_dim from 2 to head_dim = 7, got 7"),
         ({"dtype": "float64"}, "expected dtype float32 or bfloat16, got 'float64'"),
         ({"dtype": "float16"}, "got 'float16'; float16 is for stored parameters"),
+        ({"norm": "batchnorm"}, "norm: expected one of 'layernorm', 'rmsnorm', got"),
+        ({"positions": "alibi"}, "positions: expected one of 'learned', 'rope', got"),
+        ({"activation": "relu"}, "activation: expected one of 'gelu_tanh', 'gelu',"),
+        ({"cache": "int4"}, "cache: expected one of 'same', 'int8', got 'int4'"),
     ]:
         with pytest.raises(InputError, match=message):
             dataclasses.replace(tiny.LLAMA, **change)
+    with pytest.raises(InputError, match="kind: expected one of 'linear', 'llama3',"):
+        config.RopeScaling("ntk", 2.0)
 
 
 @pytest.mark.cases(slow=1)
