@@ -771,7 +771,8 @@ def test_null_is_as_absent():
         ("gpt_neox", ("use_parallel_residual", "attention_bias", "layer_norm_eps")),
         ("olmo3", ("rms_norm_eps", "rope_parameters", "layer_types")),
         ("smollm3", ("tie_word_embeddings", "rope_parameters", "no_rope_layers")),
-        ("granite", ("logits_scaling", "residual_multiplier")),
+        ("granite", ("logits_scaling", "residual_multiplier", "hidden_act")),
+        ("gpt2", ("activation_function",)),
         ("qwen3_5", ("layer_types", "linear_conv_kernel_dim", "rope_parameters")),
     ):
         config = {k: v for k, v in options_of(name).items() if k not in options}
