@@ -13,6 +13,7 @@ logits [B, H, N, P], instead of [B, P, ...] and, with the xla engine, [B, H, P, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from rlhf_jax.models.caches import Caches, DeltaState, Kept, KeyValue, blank_sta
 from rlhf_jax.models.config import ATTENTIONS, ModelConfig
 from rlhf_jax.models.experts import Given
 from rlhf_jax.models.layers import Sights, block_of, in_periods, unstack
-from rlhf_jax.models.positions import angles, positions_of
+from rlhf_jax.models.positions import angles, positions_of, unless
 
 Array = jax.Array
 Params = Any
@@ -208,6 +209,8 @@ def prefill(
     number = jnp.arange(columns, dtype=jnp.int32)
     window = columns if model.sliding_window is None else model.sliding_window
 
+    local_layers = jnp.asarray([model.is_local(n) for n in range(model.num_layers)])
+
     def run(caches: Any, start: Array) -> tuple[Any, Any]:
         def own(x: Array) -> Array:
             return jax.lax.dynamic_slice_in_dim(x, start, chunk, axis=1)
@@ -230,7 +233,17 @@ def prefill(
             x: Array, one: Sequence[Any], number: int, shared: Any
         ) -> tuple[Array, dict[str, Any]]:
             (params, kept, inputs), module = one, model.mixer(number)
+            sees: Any
+            rotary: Any
             sees, rotary = sights.of(number, model=model)
+            if "local" in inputs:
+                sees, rotary = jax.tree.map(
+                    functools.partial(jnp.where, inputs["local"]),
+                    sights.window,
+                    sights.everything,
+                )
+            if "unrotated" in inputs:
+                rotary = unless(inputs["unrotated"], rotary)
             source: Any = shared.get(model.is_local(number))
             (x, cache), routing = blocks.apply(
                 block_of(model, number),
@@ -252,6 +265,10 @@ def prefill(
         if model.per_layer_width is not None:
             own_inputs = per_layer.inputs(params, x, model=model, tokens=own(tokens))
             inputs["per_layer"] = own_inputs
+        if not model.by_kind:  # one loop over all layers: arrays say which is what
+            inputs["local"] = local_layers
+            if model.unrotated_layers:
+                inputs["unrotated"] = jnp.asarray(model.unrotated_layers)
         stacks = params["layers"], caches, inputs
         x, caches = in_periods(layer, axes.rows_apart(x), stacks, model=model)
         chosen = caches.pop("chosen", None)

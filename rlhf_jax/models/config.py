@@ -441,21 +441,22 @@ class ModelConfig:
 
     @property
     def parts(self) -> tuple[tuple[int, int, int], ...]:
-        """(first, count, period) of layers whose kinds repeat, in order.
+        """(first, count, period) of the layers with own keys, then of shared layers.
 
-        The layers with own keys come first, then those that share them. Layers after
-        the last whole period are a part of their own.
+        The period is the smallest divisor of the count after which the kinds repeat; 1
+        where all layers have the same modules.
         """
-        parts: list[tuple[int, int, int]] = []
-        own = self.num_layers - self.shared_layers
-        for start, stop in (0, own), (own, self.num_layers):
-            kinds = [*map(self.kind, range(start, stop))]
-            count = len(kinds)
-            periods = (n for n in range(1, count // 2 + 1) if kinds[n:] == kinds[:-n])
-            period = next(periods, count)
-            rest = count % period if count else 0
-            parts += [(start, count - rest, period), (stop - rest, rest, rest)]
-        return tuple(part for part in parts if part[1])
+        if not self.by_kind:
+            return ((0, self.num_layers, 1),)
+
+        def period(layers: range) -> int:
+            kinds = [*map(self.kind, layers)]
+            sizes = range(1, len(layers) + 1)
+            return next(n for n in sizes if kinds == kinds[:n] * (len(layers) // n))
+
+        first = self.num_layers - self.shared_layers
+        parts = [range(first), range(first, self.num_layers)]
+        return tuple((p.start, len(p), period(p)) for p in parts if p)
 
     @property
     def num_tokens(self) -> int:

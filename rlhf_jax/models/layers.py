@@ -1,8 +1,8 @@
 """The layers of a decoder over whole rows, and stacked layers taken apart.
 
 `lax.scan` runs over stacked layers, every leaf [L, ...]; with `model.unroll` each layer
-is an operation of its own. Where layers differ in their kind, the scan is over periods,
-and the leaves of a module are stacked over the layers that have it:
+is an operation of its own. Where some layers have modules that others lack, the leaves
+of a module are stacked over the layers that have it, and the scan is over periods:
 
     layer          0 1 2 3  4 5 6 7        a: attention, d: a DeltaNet
     has            d d d a  d d d a        attention [2, ...], delta_net [6, ...],
@@ -27,7 +27,7 @@ from rlhf_jax.models import axes, blocks, leaves
 from rlhf_jax.models.config import ModelConfig, Remat
 from rlhf_jax.models.experts import NOTHING, Given, Routing
 from rlhf_jax.models.experts.routing import ROUTING
-from rlhf_jax.models.positions import AttentionMask, angles
+from rlhf_jax.models.positions import AttentionMask, angles, unless
 
 Array = jax.Array
 Params = Any  # nested dict of arrays
@@ -100,31 +100,68 @@ def run(
     # which is the whole model; it reads them again instead.
     remat = "full" if model.remat == "none" and stored else model.remat
 
+    inputs = {"per_layer": per_layer, "chosen": experts.chosen}
+    # Layers with the same modules share one loop: arrays say which is what.
+    together = not model.by_kind and not unroll
+    if together:
+        if any(model.local_layers) and not all(model.local_layers):
+            inputs["local"] = jnp.asarray(model.local_layers)
+        if model.unrotated_layers:
+            inputs["unrotated"] = jnp.asarray(model.unrotated_layers)
+    # Global layers get a window of all columns, which hides nothing.
+    size = mask.columns
+    widths = size if model.sliding_window is None else model.sliding_window, size
+
+    def sight_of(number: int, inputs: dict[str, Array]) -> Sight:
+        if not together:
+            return sights.of(number, model=model)
+        own: Any
+        rotary: Any
+        own, rotary = window if all(model.local_layers) else everything
+        if "local" in inputs:
+            local = inputs["local"]
+            rotary = jax.tree.map(
+                lambda narrow, wide: jnp.where(local, narrow, wide), window[1], rotary
+            )
+            # The width is traced, as the loop has one body; `windows` has its two
+            # values, for engines whose windows are static.
+            width = jnp.where(local, *widths)
+            own = dataclasses.replace(own, window=width, windows=widths)
+        if "unrotated" in inputs:
+            rotary = unless(inputs["unrotated"], rotary)
+        return own, rotary
+
     def one(
         x: Array, layer: Sequence[Params], number: int, shared: Any
     ) -> tuple[Array, Any]:
-        params, inputs = layer
-        mask, rotary = sights.of(number, model=model)
         # Earlier layers compute every column: later columns attend to them.
         last = unroll and number == model.num_layers - 1
-        run = functools.partial(
-            _jitted_layer if unroll else _layer,
-            block=block_of(model, number),
-            mask=mask,
-            rotary=rotary,
-            first=first_column if last else 0,
-        )
+
+        def run(x: Array, params: Params, inputs: dict[str, Array], cache: Any) -> Any:
+            mask, rotary = sight_of(number, inputs)
+            return (_jitted_layer if unroll else _layer)(
+                x,
+                params,
+                dataclasses.replace(experts, chosen=inputs.get("chosen")),
+                inputs.get("per_layer"),
+                cache,
+                block=block_of(model, number),
+                mask=dataclasses.replace(mask, window=None),
+                window=mask.window,
+                rotary=rotary,
+                first=first_column if last else 0,
+            )
+
         if remat != "none":
             # Only a loop keeps the two forward passes apart by itself.
             policy = POLICIES[remat]
             run = jax.checkpoint(run, policy=policy, prevent_cse=model.unroll)
-        given = dataclasses.replace(experts, chosen=inputs.get("chosen"))
         cache = shared.get(model.is_local(number))
-        x, (kept, routing) = run(x, params, given, inputs.get("per_layer"), cache)
+        params, inputs = layer
+        x, (kept, routing) = run(x, params, inputs, cache)
         kept = {model.mixer(number): kept} if cache is None else {}
         return x, kept if routing is None else {**kept, ROUTING: routing}
 
-    inputs = {"per_layer": per_layer, "chosen": experts.chosen}
     stacks = layers, {k: leaf for k, leaf in inputs.items() if leaf is not None}
     x, kept = in_periods(one, x, stacks, model=model, unroll=unroll)
     routing = kept.pop(ROUTING, None)
@@ -140,9 +177,11 @@ def _layer(
     *,
     block: blocks.Block,
     mask: AttentionMask,
+    window: Array | int | None,  # of the mask: `jit` would trace an int there
     rotary: Any,
     first: int,
 ) -> tuple[Array, Any]:
+    mask = dataclasses.replace(mask, window=window)
     (y, kept), routing = blocks.apply(
         block,
         leaves.read(params),
@@ -161,7 +200,7 @@ def _layer(
 # Jitted to save tracing: JAX caches the trace, so that a program with six layers, or
 # with a branch for each size of packed rows, does not trace the same lines again.
 # Compilers inline the call.
-_jitted_layer = jax.jit(_layer, static_argnames=("block", "first"))
+_jitted_layer = jax.jit(_layer, static_argnames=("block", "window", "first"))
 
 
 def block_of(model: ModelConfig, layer: int) -> blocks.Block:

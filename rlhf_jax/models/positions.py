@@ -12,7 +12,9 @@ segments     0  1  1  1  2  2  0        two texts between padding
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 
 import flax.struct
 import jax
@@ -100,6 +102,12 @@ def angles(
     return factor * jnp.cos(angle), factor * jnp.sin(angle)
 
 
+def unless(unrotated: Array, table: tuple[Array, Array]) -> tuple[Array, Array]:
+    """The table, or if `unrotated`, bool[], one that changes nothing, to the bit."""
+    cos, sin = table
+    return jnp.where(unrotated, 1.0, cos), jnp.where(unrotated, 0.0, sin)
+
+
 def _stretch(frequency: Array, *, scaling: RopeScaling, theta: float) -> Array:
     match scaling.kind:
         case "linear":
@@ -161,8 +169,11 @@ class AttentionMask:
     # i32[B, S], a text further left that each column sees too, such as a prompt that
     # several responses share; 0 is none. Not for splash, a window or a cut.
     prefixes: Array | None = None
-    # Columns attended to, the token's own included; None is all.
-    window: int | None = flax.struct.field(pytree_node=False, default=None)
+    # Columns attended to, the token's own included; i32[] if the layers of a loop
+    # differ; None is all.
+    window: Array | int | None = None
+    # The values that a traced window may have, for an engine with static windows.
+    windows: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
     # Whether a row may hold several texts; otherwise its tokens are one text.
     packed: bool = flax.struct.field(pytree_node=False, default=True)
     # Multiplies q·k, dimensionless; None is 1 / sqrt(head_dim).
@@ -216,6 +227,25 @@ class AttentionMask:
         return dataclasses.replace(
             self, segments=self.segments[:, :count], prefixes=prefixes
         )
+
+
+def with_static_window(
+    mask: AttentionMask, attend: Callable[[AttentionMask], Array]
+) -> Array:
+    """Calls attend(mask) with a static window, by `jax.lax.switch` over a traced one.
+
+    Args:
+      mask: a traced window needs `windows`.
+    """
+    if mask.window is None or isinstance(mask.window, int):
+        return attend(mask)
+    # Kernels take static windows: one branch for each value that the layers have.
+    number = jnp.argmax(jnp.asarray(mask.windows, jnp.int32) == mask.window)
+    branches = [
+        functools.partial(attend, dataclasses.replace(mask, window=window))
+        for window in mask.windows
+    ]
+    return jax.lax.switch(number, branches)
 
 
 def mask_of(

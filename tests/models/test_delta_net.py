@@ -260,6 +260,22 @@ def test_layers_of_a_kind_that_follow_each_other_are_in_a_program_once(monkeypat
         assert len(calls) == 1
 
 
+def test_the_last_of_unrolled_layers_computes_no_column_that_is_left_out():
+    tokens, mask = tiny.batch((9, 7), 9, side="right")
+    model = dataclasses.replace(tiny.HYBRID, unroll=True)
+
+    def flops(first):
+        hidden = functools.partial(
+            decoder.hidden_states, model=model, first_column=first
+        )
+        lowered = jax.jit(hidden).lower(tiny.shapes(model), tokens=tokens, mask=mask)
+        return lowered.cost_analysis()["flops"]
+
+    # Of the last layer at least the MLP's three products are left out.
+    mlp = 3 * 2 * model.hidden_size * model.intermediate_size
+    assert flops(0) - flops(8) > tokens.shape[0] * 8 * mlp
+
+
 @pytest.mark.slow
 def test_layers_in_int8_on_the_host():
     model = tiny.HYBRID

@@ -16,7 +16,7 @@ from rlhf_jax.planning import compiled
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 4, 128
 COLUMNS = (4096, 16384)  # the last by two kernels in the backward pass
-FORMS = {"causal": {}, "window, soft cap": {"window": 512, "softcap": 50.0}}
+FORMS = {"causal": {}, "either window, soft cap": {"window": True, "softcap": 50.0}}
 
 
 def main():
@@ -30,8 +30,11 @@ def main():
     for columns in COLUMNS:
         for form, options in FORMS.items():
 
-            def loss(query, key, value, segments, options=options):
-                mask = AttentionMask(segments=segments, **options)
+            def loss(query, key, value, segments, window, options=options, n=columns):
+                how = dict(options)
+                if "window" in how:
+                    how |= {"window": window, "windows": (512, n)}
+                mask = AttentionMask(segments=segments, **how)
                 y = attend_splash(query, (key, value), mask=mask)
                 return y.astype(jnp.float32).sum()
 
@@ -41,6 +44,7 @@ def main():
                 shape(1, KV_HEADS, columns, HEAD_DIM),
                 shape(1, KV_HEADS, columns, HEAD_DIM),
                 shape(1, columns, dtype=jnp.int32),
+                shape(dtype=jnp.int32),
                 device=device,
             )
             kernels = re.findall(r"(splash_m[hq]a_\w+?)(?:[.\"\\]|$)", done.as_text())

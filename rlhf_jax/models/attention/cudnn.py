@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.models.caches import KeyValue
-from rlhf_jax.models.positions import AttentionMask, allowed
+from rlhf_jax.models.positions import AttentionMask, allowed, with_static_window
 
 Array = jax.Array
 
@@ -31,7 +31,8 @@ def attend_cudnn(
 
     Args:
       query: [B, H, T, head_dim], of the last T columns, in bfloat16.
-      mask: of S columns, without a soft cap.
+      mask: of S columns, without a soft cap; for rows that are not packed a traced
+        window needs `windows`.
       implementation: "xla" computes the same without the kernel, for tests.
 
     Returns:
@@ -53,19 +54,23 @@ def attend_cudnn(
         _rolled(array, by=-start).swapaxes(1, 2) for array in (whole, *keys_values)
     ]
 
-    y = jax.nn.dot_product_attention(
-        *rolled,
-        scale=mask.scale,
-        is_causal=True,
-        query_seq_lengths=lengths,
-        key_value_seq_lengths=lengths,
-        # A window of all columns would choose another kernel for the same result.
-        local_window_size=(
-            None if mask.window is None or mask.window >= size else (mask.window - 1, 0)
-        ),
-        implementation=implementation,
-    )
-    y = _rolled(y.swapaxes(1, 2), by=start)
+    def attend(mask: AttentionMask) -> Array:
+        window = mask.window
+        assert window is None or isinstance(window, int)  # by `with_static_window`
+        return jax.nn.dot_product_attention(
+            *rolled,
+            scale=mask.scale,
+            is_causal=True,
+            query_seq_lengths=lengths,
+            key_value_seq_lengths=lengths,
+            # A window of all columns would choose another kernel for the same result.
+            local_window_size=(
+                None if window is None or window >= size else (window - 1, 0)
+            ),
+            implementation=implementation,
+        )
+
+    y = _rolled(with_static_window(mask, attend).swapaxes(1, 2), by=start)
     return jnp.where(token[:, None, :, None], y, 0)[:, :, size - queries :]
 
 

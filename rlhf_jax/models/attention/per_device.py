@@ -60,15 +60,25 @@ def attend_per_device(
     if mask.cut is not None:
         by_row, by_part = mask.cut.by_row, mask.cut.by_part
     by_head = PartitionSpec(*by_part, HEAD_AXIS if shared and devices > 1 else None)
+    static = mask.window if isinstance(mask.window, int) else None
+    # A traced window must be an argument of `shard_map`; an int must not, as kernels
+    # need it static.
+    traced = () if static is mask.window else (mask.window,)
 
     def local(
         query: Array,
         keys_values: KeyValue,
         texts: tuple[Array, Array | None],
+        window: tuple[Array, ...],
         sinks: dict[str, Array],
     ) -> Array:
         segments, prefixes = texts
-        own = dataclasses.replace(mask, segments=segments, prefixes=prefixes)
+        own = dataclasses.replace(
+            mask,
+            segments=segments,
+            prefixes=prefixes,
+            window=window[0] if window else static,
+        )
         if mask.cut is not None:
             own = dataclasses.replace(own, share=jax.lax.axis_index(axes.CONTEXT_AXIS))
             # Only keys and values are gathered; queries and outputs stay sharded.
@@ -77,10 +87,12 @@ def attend_per_device(
                 keys_values = key, value
         return engine(query, keys_values, mask=own, **sinks)
 
-    texts = mask.segments, mask.prefixes
-    arguments: Any = query, keys_values, texts, own_sinks
+    arguments: Any = (
+        *(query, keys_values, (mask.segments, mask.prefixes), traced),
+        own_sinks,
+    )
     of_heads = PartitionSpec(HEAD_AXIS if shared and devices > 1 else None)
-    specs = by_head, by_head, by_row, of_heads
+    specs = by_head, by_head, by_row, PartitionSpec(), of_heads
     if AxisType.Explicit in mesh.axis_types:
         arguments = tuple(map(_resharded, arguments, specs))
     split = jax.shard_map(

@@ -27,7 +27,7 @@ from rlhf_jax.models.attention.blockwise import attend_blockwise
 from rlhf_jax.models.attention.ring_passes import Blocks, Owner
 from rlhf_jax.models.attention.splash import block_columns, block_sizes
 from rlhf_jax.models.caches import KeyValue
-from rlhf_jax.models.positions import AttentionMask
+from rlhf_jax.models.positions import AttentionMask, with_static_window
 
 Array = jax.Array
 SegmentIds = splash_attention.SegmentIds
@@ -66,13 +66,18 @@ def attend_ring(
       [B, H, T, head_dim], in query's dtype; finite at padding if the inputs are.
     """
     backend = layout.backend_of(jax.sharding.get_abstract_mesh())
-    splash = backend == "tpu" and query.shape[-1] % layout.SPLASH_HEAD_DIM == 0
-    local = mask.window is not None and mask.window < mask.columns
-    if local or not (splash or interpret):
+    if not interpret and (backend != "tpu" or query.shape[-1] % layout.SPLASH_HEAD_DIM):
         return attend_blockwise(query, keys_values, mask=mask, sinks=sinks)
-    return _attend_splash(
-        query, keys_values, mask=mask, sinks=sinks, interpret=interpret
-    )
+
+    def attend(mask: AttentionMask) -> Array:
+        assert mask.window is None or isinstance(mask.window, int)
+        if mask.window is not None and mask.window < mask.columns:
+            return attend_blockwise(query, keys_values, mask=mask, sinks=sinks)
+        return _attend_splash(
+            query, keys_values, mask=mask, sinks=sinks, interpret=interpret
+        )
+
+    return with_static_window(mask, attend)
 
 
 def _attend_splash(

@@ -17,7 +17,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention
 
 from rlhf_jax.models.axes import balanced
 from rlhf_jax.models.caches import KeyValue
-from rlhf_jax.models.positions import AttentionMask
+from rlhf_jax.models.positions import AttentionMask, with_static_window
 
 Array = jax.Array
 LANES = 128  # a block has a multiple of this many columns
@@ -42,7 +42,7 @@ def attend_splash(
     their own dtype. JAX has only reverse mode for this kernel.
 
     Args:
-      mask: of S columns.
+      mask: of S columns; a traced window needs `windows`.
       sinks: f32[H], as in `engines.attend_to`.
       interpret: runs the kernel's operations one by one, on any backend, for tests.
 
@@ -70,21 +70,25 @@ def attend_splash(
     key, value = (padded(x, 0, room) for x in keys_values)
     segments = jnp.pad(mask.segments, ((0, 0), (0, room)))
 
-    kernel = _kernel(
-        heads=query.shape[1],
-        queries=queries,
-        columns=size + room,
-        blocks=(block_q, block),
-        mask=mask,
-        interpret=interpret,
-    )
+    def attend(mask: AttentionMask) -> Array:
+        kernel = _kernel(
+            heads=query.shape[1],
+            queries=queries,
+            columns=size + room,
+            blocks=(block_q, block),
+            mask=mask,
+            interpret=interpret,
+        )
 
-    def row(query: Array, key: Array, value: Array, ids: tuple[Array, ...]) -> Any:
-        ids = splash_attention.SegmentIds(*ids)
-        return kernel(query, key, value, segment_ids=ids, sinks=sinks)
+        def row(query: Array, key: Array, value: Array, ids: tuple[Array, ...]) -> Any:
+            ids = splash_attention.SegmentIds(*ids)
+            return kernel(query, key, value, segment_ids=ids, sinks=sinks)
 
-    # The kernel computes all heads of one row.
-    y = jax.vmap(row)(scaled, key, value, (segments_q, segments))
+        # The kernel computes all heads of one row.
+        return jax.vmap(row)(scaled, key, value, (segments_q, segments))
+
+    # The kernel's tables of blocks are made at trace time, for one window.
+    y = with_static_window(mask, attend)
     return y[:, :, before : before + queries]
 
 
@@ -113,6 +117,7 @@ def _kernel(
     shape = (of_queries.size, columns)
     causal = splash_attention.CausalMask(shape)
     if mask.window is not None:
+        assert isinstance(mask.window, int)  # by `with_static_window`
         causal = splash_attention.LocalMask(shape, (mask.window - 1, 0), 0)
     # Causality by the columns of queries in their row, not by their place in the block.
     causal.q_sequence = of_queries

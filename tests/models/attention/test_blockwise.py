@@ -127,18 +127,20 @@ def test_devices_compute_their_own_rows_and_heads(kv_heads):
     prefixes = jnp.asarray(segments // 2)
     engine = functools.partial(attend_blockwise, block=8)
 
-    def with_gradient(engine):
-        def total(query, key, value, segments):
-            mask = AttentionMask(segments=segments, prefixes=prefixes, window=7)
+    def with_gradient(engine, window):
+        def total(query, key, value, segments, window):
+            mask = AttentionMask(segments=segments, prefixes=prefixes, window=window)
             return (engine(query, (key, value), mask=mask) * weights).sum()
 
         return jax.jit(jax.value_and_grad(total, (0, 1, 2)))(
-            query, key, value, segments
+            query, key, value, segments, window
         )
 
-    plain = with_gradient(engine)
+    plain = with_gradient(engine, jnp.int32(7))
     with jax.set_mesh(MeshShape(data=2, fsdp=2, tensor=2).make()):
-        split = with_gradient(functools.partial(attend_per_device, engine=engine))
+        split = with_gradient(
+            functools.partial(attend_per_device, engine=engine), jnp.int32(7)
+        )
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
         split,

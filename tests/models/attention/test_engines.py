@@ -156,7 +156,7 @@ ONE_TEXT = [0, 1, 2, 4]  # rows that are not packed
 
 
 @pytest.mark.cases(quick=1)
-@pytest.mark.parametrize("name", ["causal", "later queries, window"])
+@pytest.mark.parametrize("name", ["causal", "later queries, traced window"])
 def test_cudnn_s_form_of_rows_with_one_text(name):
     """Rows are rolled to their tokens, and computed by a function that cuDNN has."""
     query, key, value, weights = (x[ONE_TEXT] for x in attention_cases.arrays(name))
@@ -191,7 +191,7 @@ def test_cudnn_s_form_of_rows_with_one_text(name):
     "name",
     [
         pytest.param("causal", marks=pytest.mark.slow),
-        *("later queries, window", "shared prefix"),
+        *("later queries, traced window", "shared prefix"),
     ],
 )
 def test_cudnn_s_form_of_packed_rows_block_by_block(monkeypatch, name):

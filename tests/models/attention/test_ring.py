@@ -59,6 +59,8 @@ def on_mesh(shape, name, *, sinks=None):
 
     run = sharding.on(mesh, computed)
     weights, *arrays = row_sharding.put_rows((weights, *arrays), mesh=mesh)
+    if isinstance(mask.window, int):  # as it would not stay under `jax.jit`
+        return jax.jit(functools.partial(run, mask))(weights, sinks, *arrays)
     return jax.jit(run)(mask, weights, sinks, *arrays)
 
 
