@@ -16,12 +16,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.devices import replicas
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import cached_decoder
 from rlhf_jax.models.caches import DeltaState
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation import decode, episode_places, episodes
 from rlhf_jax.models.generation.episode_places import Arrivals, Episodes
-from rlhf_jax.models.generation.sampling import Shaping
+from rlhf_jax.models.generation.sampling import Decoder, Draw, Shaping
 from rlhf_jax.roles.reference.frozen import Frozen, adapted_params
 
 Array = jax.Array
@@ -105,20 +104,20 @@ class EpisodePrograms:
         self.arriving = max(1, own // READERS) * self.shares
         # L and k, layers and experts of a token to record; None records none.
         self.record = recipe.routing_record
-        options: dict[str, Any] = {
-            "model": recipe.model,
-            "stop_ids": recipe.stop_ids,
-            "temperature": recipe.temperature,
-            "shaping": shaping,
-        }
+        draw = Draw(
+            recipe.stop_ids, recipe.temperature, shaping, recipe.model.unused_ids
+        )
 
         # Split into layers once per rollout, as that copies all parameters.
         def weights(policy: Params, base: Frozen | None) -> Weights:
             params = adapted_params(policy, base=base, lora=recipe.lora)
-            return Weights(
-                cached_decoder.params_to_decode(params, model=recipe.model),
-                cached_decoder.layers_to_decode(params, model=recipe.model, rows=own),
-            )
+            decoder = Decoder(params, recipe.model).to_decode(rows=own)
+            return Weights(decoder.params, decoder.layers)
+
+        def decoder(weights: Weights) -> Decoder:
+            params, layers = weights
+            record = self.record is not None
+            return Decoder(params, recipe.model, layers, record)
 
         def here(place: Array) -> Array:
             """Converts places to this replica's own numbers; others become `own`."""
@@ -128,13 +127,12 @@ class EpisodePrograms:
             return jnp.clip(place - first, 0, own)
 
         def read(weights: Weights, state: Episodes, arrivals: Arrivals) -> Episodes:
-            params, layers = weights
             arrivals = dataclasses.replace(
                 arrivals,
                 place=here(arrivals.place),
                 keys=_keys_like(state.keys, arrivals.keys),
             )
-            return episodes.read(params, state, arrivals, layers=layers, **options)
+            return episodes.read(decoder(weights), state, arrivals, draw=draw)
 
         def copied(
             state: Episodes, source: Array, place: Array, keys: Array
@@ -155,15 +153,13 @@ class EpisodePrograms:
         def advance(
             weights: Weights, state: Episodes, until: Array, steps: Array
         ) -> tuple[Episodes, Episodes]:
-            params, layers = weights
             state = episodes.advance(
-                params,
+                decoder(weights),
                 state,
                 until=until[0],
                 steps=steps,
-                layers=layers,
+                draw=draw,
                 axis=together,
-                **options,
             )
             return state, dataclasses.replace(state, caches=(), experts=None)
 

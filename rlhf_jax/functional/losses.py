@@ -131,8 +131,8 @@ def policy_loss(
     >>> print(policy_loss(**arrays, clip_range=0.2, dual_clip=3.0)[0])
     0.267
     """
-    checks.masked_floats(
-        mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages
+    log_ratio, advantages = surrogates.masked_inputs(
+        logprobs, old_logprobs, advantages, mask
     )
     checks.positive(clip_range=clip_range, clip_range_high=clip_range_high)
     checks.within(
@@ -140,9 +140,6 @@ def policy_loss(
     )
     if clip_range_high is None:
         clip_range_high = clip_range
-    # Advantages are coefficients, even where the caller computed them from a model.
-    advantages = jax.lax.stop_gradient(jnp.where(mask, advantages, 0.0))
-    log_ratio = jnp.where(mask, logprobs - jax.lax.stop_gradient(old_logprobs), 0.0)
     # Of single tokens at every level, so that `policy/approxkl` stays comparable.
     token_log_ratio = jax.lax.stop_gradient(log_ratio)
     log_ratio = surrogates.at_level(log_ratio, mask=mask, ratio_level=ratio_level)
@@ -172,12 +169,7 @@ def policy_loss(
     beyond = large & (product > surrogates.LARGEST)
     shares["policy/overflowfrac"] = beyond.astype(jnp.float32)
     shares["policy/clipfrac"] = (clipped > unclipped).astype(jnp.float32)
-    loss, stats = aggregate(
-        "loss/policy",
-        surrogate,
-        mask,
-        **mean,
-    )
+    loss, stats = aggregate("loss/policy", surrogate, mask, **mean)
     stats |= masked.sum_stats(shares, mask=mask)
     return loss, stats | ratio_stats(token_log_ratio, true_ratio, mask=mask)
 
@@ -210,12 +202,7 @@ def entropy_bonus(
     -2.25
     """
     checks.masked_floats(mask, entropy=entropy)
-    return aggregate(
-        "loss/entropy",
-        -entropy,
-        mask,
-        **mean,
-    )
+    return aggregate("loss/entropy", -entropy, mask, **mean)
 
 
 def language_model_loss(
@@ -300,12 +287,7 @@ def value_loss(
         )
     unclipped = 0.5 * jnp.square(values - returns)
     clipped = 0.5 * jnp.square(clipped_values - returns)
-    loss, stats = aggregate(
-        "loss/value",
-        jnp.maximum(unclipped, clipped),
-        mask,
-        **mean,
-    )
+    loss, stats = aggregate("loss/value", jnp.maximum(unclipped, clipped), mask, **mean)
     clipfrac = (clipped > unclipped).astype(jnp.float32)
     return loss, stats | masked.sum_stats({"value/clipfrac": clipfrac}, mask=mask)
 

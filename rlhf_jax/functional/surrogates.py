@@ -219,10 +219,7 @@ def sapo_loss(
     tau = tau.astype(jnp.float32)
     open_share = jax.nn.sigmoid(tau * (ratio - 1.0))
     loss, stats = aggregate(
-        "loss/policy",
-        -(4.0 / tau) * open_share * advantages,
-        mask,
-        **mean,
+        "loss/policy", -(4.0 / tau) * open_share * advantages, mask, **mean
     )
     # σ(1 - σ) is at most 1/4, at ρ = 1.
     slope = 4.0 * jax.lax.stop_gradient(open_share * (1.0 - open_share))
@@ -290,4 +287,5 @@ def masked_inputs(
     }
     checks.masked_floats(mask, **floats)
     log_ratio = jnp.where(mask, logprobs - jax.lax.stop_gradient(old_logprobs), 0.0)
+    # Advantages are coefficients, even where the caller computed them from a model.
     return log_ratio, jax.lax.stop_gradient(jnp.where(mask, advantages, 0.0))

@@ -13,6 +13,7 @@ logits [B, H, N, P], instead of [B, P, ...] and, with the xla engine, [B, H, P, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -209,7 +210,6 @@ def prefill(
     window = columns if model.sliding_window is None else model.sliding_window
 
     local_layers = jnp.asarray([model.is_local(n) for n in range(model.num_layers)])
-    unrotated = jnp.asarray(model.unrotated_layers) if model.unrotated_layers else None
 
     def run(caches: Any, start: Array) -> tuple[Any, Any]:
         def own(x: Array) -> Array:
@@ -230,33 +230,20 @@ def prefill(
         )
 
         def layer(
-            x: Array, one: tuple[Params, KeyValue, Any, Any]
-        ) -> tuple[Array, Any]:
-            params, cache, local, unrotated = one
-            sees = jnp.where(local, near, visible)
-            rotary: Any = jax.tree.map(
-                lambda few, all_: jnp.where(local, few, all_), narrow, everything
-            )
-            if unrotated is not None:
-                rotary = unless(unrotated, rotary)
-            (x, cache), routing = blocks.apply(
-                blocks.Block(model),
-                leaves.read(params),
-                x,
-                experts=given,
-                mask=sees,
-                rotary=rotary,
-                cache=cache,
-                column=start,
-            )
-            chosen = None if routing is None else routing.chosen
-            return axes.rows_apart(x), (cache, chosen)
-
-        def of_kinds(
             x: Array, one: Sequence[Any], number: int, shared: Any
         ) -> tuple[Array, dict[str, Any]]:
             (params, kept, inputs), module = one, model.mixer(number)
+            sees: Any
+            rotary: Any
             sees, rotary = sights.of(number, model=model)
+            if "local" in inputs:
+                sees, rotary = jax.tree.map(
+                    functools.partial(jnp.where, inputs["local"]),
+                    sights.window,
+                    sights.everything,
+                )
+            if "unrotated" in inputs:
+                rotary = unless(inputs["unrotated"], rotary)
             source: Any = shared.get(model.is_local(number))
             (x, cache), routing = blocks.apply(
                 block_of(model, number),
@@ -278,15 +265,13 @@ def prefill(
         if model.per_layer_width is not None:
             own_inputs = per_layer.inputs(params, x, model=model, tokens=own(tokens))
             inputs["per_layer"] = own_inputs
-        x, chosen = axes.rows_apart(x), None
-        if model.by_kind:
-            stacks = params["layers"], caches, inputs
-            x, caches = in_periods(of_kinds, x, stacks, model=model)
-            chosen = caches.pop("chosen", None)
-        else:
-            of_layers = params["layers"], caches["attention"], local_layers, unrotated
-            x, (kept, chosen) = jax.lax.scan(layer, x, of_layers)
-            caches = {"attention": kept}
+        if not model.by_kind:  # one loop over all layers: arrays say which is what
+            inputs["local"] = local_layers
+            if model.unrotated_layers:
+                inputs["unrotated"] = jnp.asarray(model.unrotated_layers)
+        stacks = params["layers"], caches, inputs
+        x, caches = in_periods(layer, axes.rows_apart(x), stacks, model=model)
+        chosen = caches.pop("chosen", None)
         return caches, (x[:, -1], chosen)
 
     blank = _blank(model, rows=rows, columns=columns)

@@ -47,6 +47,9 @@ instead of gathering them. `auto` chooses by backend, length and model (`layout.
 """
 
 
+ScalingKind = Literal["linear", "llama3", "yarn", "proportional"]
+
+
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
     """How rotary frequencies are stretched beyond the length of pre-training.
@@ -61,7 +64,7 @@ class RopeScaling:
     `share` of them to 0 (Gemma 4).
     """
 
-    kind: Literal["linear", "llama3", "yarn", "proportional"]
+    kind: ScalingKind
     factor: float  # dimensionless
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -73,6 +76,7 @@ class RopeScaling:
     share: float = 1.0  # proportional only: share of the dimensions that rotate
 
     def __post_init__(self) -> None:
+        checks.one_of(kind=self.kind, among=get_args(ScalingKind))
         checks.positive(factor=self.factor)
         checks.within(
             above=0, most=1, advice="choose 1 to rotate all", share=self.share
@@ -247,8 +251,13 @@ class ModelConfig:
             shared_layers=self.shared_layers, transposed_rows=self.transposed_rows
         )
         unused_ids.check(self.unused_ids, vocab_size=self.vocab_size)
+        # A name that is not known would compute as another one, without a word.
+        checks.one_of(norm=self.norm, among=("layernorm", "rmsnorm"))
+        checks.one_of(positions=self.positions, among=("learned", "rope"))
+        checks.one_of(activation=self.activation, among=("gelu_tanh", "gelu", "silu"))
         checks.one_of(attention=self.attention, among=get_args(Attention))
         checks.one_of(remat=self.remat, among=get_args(Remat))
+        checks.one_of(cache=self.cache, among=get_args(Cache))
         refuse((*self._faults(), *self._faults_of_layers()))
 
     def _faults(self) -> Iterator[str]:
@@ -454,8 +463,11 @@ class ModelConfig:
     def parts(self) -> tuple[tuple[int, int, int], ...]:
         """(first, count, period) of the layers with own keys, then of shared layers.
 
-        The period is the smallest divisor of the count after which the kinds repeat.
+        The period is the smallest divisor of the count after which the kinds repeat; 1
+        where all layers have the same modules.
         """
+        if not self.by_kind:
+            return ((0, self.num_layers, 1),)
 
         def period(layers: range) -> int:
             kinds = [*map(self.kind, layers)]

@@ -95,125 +95,95 @@ def run(
         window = near, angles(positions, model=model, local=True)
     sights = Sights(everything, window, recurrent=mask)
     stored = leaves.any_stored(layers)
+    unroll = model.unroll and not stored
     # A gradient (to adapters beside such a base) would keep every layer as it was read,
     # which is the whole model; it reads them again instead.
     remat = "full" if model.remat == "none" and stored else model.remat
 
-    def rematerialised(run: Callable[..., Any]) -> Callable[..., Any]:
-        if remat == "none":
-            return run
-        # Only a loop keeps the two forward passes apart by itself.
-        return jax.checkpoint(run, policy=POLICIES[remat], prevent_cse=model.unroll)
-
-    if model.by_kind:
-
-        def of_kinds(
-            x: Array, layer: Sequence[Params], number: int, shared: Any
-        ) -> tuple[Any, Any]:
-            params, inputs = layer
-            sight = sights.of(number, model=model)
-            own = functools.partial(_layer, model=model, sight=sight, number=number)
-            given = dataclasses.replace(experts, chosen=inputs.get("chosen"))
-            cache = shared.get(model.is_local(number))
-            x, (kept, routing) = rematerialised(own)(
-                x, params, given, inputs.get("per_layer"), cache
-            )
-            kept = {model.mixer(number): kept} if cache is None else {}
-            return x, kept if routing is None else {**kept, ROUTING: routing}
-
-        inputs = {"per_layer": per_layer, "chosen": experts.chosen}
-        stacks = layers, {k: leaf for k, leaf in inputs.items() if leaf is not None}
-        unroll = model.unroll and not stored
-        x, kept = in_periods(of_kinds, x, stacks, model=model, unroll=unroll)
-        routing = kept.pop(ROUTING, None)
-        return x[:, first_column:], kept, routing
-
-    if model.unroll and not stored:
-        outputs = []
-        for number, layer in enumerate(unstack(layers, model=model)):
-            mask, rotary = sights.of(number, model=model)
-            # Earlier layers compute every column: later columns attend to them.
-            one = functools.partial(
-                _jitted_layer,
-                mask=dataclasses.replace(mask, window=None),
-                rotary=rotary,
-                model=model,
-                window=mask.window,
-                first=first_column if number == model.num_layers - 1 else 0,
-            )
-            chosen = None if experts.chosen is None else experts.chosen[number]
-            given = dataclasses.replace(experts, chosen=chosen)
-            x, output = rematerialised(one)(x, layer, given)
-            outputs.append(output)
-        kept, routing = jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
-        return x, {"attention": kept}, routing
-
-    # Local and global layers share one scan: an array says which kind each layer is.
-    mixed = any(model.local_layers) and not all(model.local_layers)
-    local = jnp.asarray(model.local_layers) if mixed else None
+    inputs = {"per_layer": per_layer, "chosen": experts.chosen}
+    # Layers with the same modules share one loop: arrays say which is what.
+    together = not model.by_kind and not unroll
+    if together:
+        if any(model.local_layers) and not all(model.local_layers):
+            inputs["local"] = jnp.asarray(model.local_layers)
+        if model.unrotated_layers:
+            inputs["unrotated"] = jnp.asarray(model.unrotated_layers)
     # Global layers get a window of all columns, which hides nothing.
     size = mask.columns
     widths = size if model.sliding_window is None else model.sliding_window, size
-    unrotated = jnp.asarray(model.unrotated_layers) if model.unrotated_layers else None
 
-    def scanned(x: Array, one: tuple[Params, Any, Any, Any]) -> tuple[Any, Any]:
-        layer, local, unrotated, chosen = one
-        sight: Sight = window if all(model.local_layers) else everything
-        if local is not None:
+    def sight_of(number: int, inputs: dict[str, Array]) -> Sight:
+        if not together:
+            return sights.of(number, model=model)
+        own: Any
+        rotary: Any
+        own, rotary = window if all(model.local_layers) else everything
+        if "local" in inputs:
+            local = inputs["local"]
             rotary = jax.tree.map(
-                lambda narrow, wide: jnp.where(local, narrow, wide),
-                window[1],
-                everything[1],
+                lambda narrow, wide: jnp.where(local, narrow, wide), window[1], rotary
             )
-            # The width is traced, as the scan has one body; `windows` has its two
+            # The width is traced, as the loop has one body; `windows` has its two
             # values, for engines whose windows are static.
             width = jnp.where(local, *widths)
-            sight = dataclasses.replace(mask, window=width, windows=widths), rotary
-        if unrotated is not None:
-            sight = sight[0], unless(unrotated, sight[1])
-        given = dataclasses.replace(experts, chosen=chosen)
-        return _layer(x, layer, given, model=model, sight=sight)
+            own = dataclasses.replace(own, window=width, windows=widths)
+        if "unrotated" in inputs:
+            rotary = unless(inputs["unrotated"], rotary)
+        return own, rotary
 
-    # One layer is compiled for all L.
-    of_layers = layers, local, unrotated, experts.chosen
-    x, (kept, routing) = jax.lax.scan(rematerialised(scanned), x, of_layers)
-    return x[:, first_column:], {"attention": kept}, routing
+    def one(
+        x: Array, layer: Sequence[Params], number: int, shared: Any
+    ) -> tuple[Array, Any]:
+        # Earlier layers compute every column: later columns attend to them.
+        last = unroll and number == model.num_layers - 1
 
+        def run(x: Array, params: Params, inputs: dict[str, Array], cache: Any) -> Any:
+            mask, rotary = sight_of(number, inputs)
+            return (_jitted_layer if unroll else _layer)(
+                x,
+                params,
+                dataclasses.replace(experts, chosen=inputs.get("chosen")),
+                inputs.get("per_layer"),
+                cache,
+                block=block_of(model, number),
+                mask=dataclasses.replace(mask, window=None),
+                window=mask.window,
+                rotary=rotary,
+                first=first_column if last else 0,
+            )
 
-# Jitted to save tracing: JAX caches the trace, so that a program with six layers, or
-# with a branch for each size of packed rows, does not trace the same lines again.
-# Compilers inline the call.
-@functools.partial(jax.jit, static_argnames=("model", "window", "first"))
-def _jitted_layer(
-    x: Array,
-    params: Params,
-    experts: Given,
-    *,
-    mask: AttentionMask,
-    rotary: Any,
-    model: ModelConfig,
-    window: int | None,  # of the mask: an int that `jit` would trace there
-    first: int,
-) -> tuple[Any, Any]:
-    sight = dataclasses.replace(mask, window=window), rotary
-    return _layer(x, params, experts, model=model, sight=sight, first=first)
+        if remat != "none":
+            # Only a loop keeps the two forward passes apart by itself.
+            policy = POLICIES[remat]
+            run = jax.checkpoint(run, policy=policy, prevent_cse=model.unroll)
+        cache = shared.get(model.is_local(number))
+        params, inputs = layer
+        x, (kept, routing) = run(x, params, inputs, cache)
+        kept = {model.mixer(number): kept} if cache is None else {}
+        return x, kept if routing is None else {**kept, ROUTING: routing}
+
+    stacks = layers, {k: leaf for k, leaf in inputs.items() if leaf is not None}
+    x, kept = in_periods(one, x, stacks, model=model, unroll=unroll)
+    routing = kept.pop(ROUTING, None)
+    return x if unroll else x[:, first_column:], kept, routing
 
 
 def _layer(
     x: Array,
     params: Params,
     experts: Given,
-    per_layer: Array | None = None,
-    cache: Any = None,
+    per_layer: Array | None,
+    cache: Any,
     *,
-    model: ModelConfig,
-    sight: Sight,
-    first: int = 0,
-    number: int = 0,
-) -> tuple[Any, Any]:
-    mask, rotary = sight
+    block: blocks.Block,
+    mask: AttentionMask,
+    window: Array | int | None,  # of the mask: `jit` would trace an int there
+    rotary: Any,
+    first: int,
+) -> tuple[Array, Any]:
+    mask = dataclasses.replace(mask, window=window)
     (y, kept), routing = blocks.apply(
-        block_of(model, number),
+        block,
         leaves.read(params),
         x,
         experts=experts,
@@ -225,6 +195,12 @@ def _layer(
     )
     y = axes.rows_apart(y) if mask.cut is None else mask.cut.apart(y)
     return y, (kept, routing)
+
+
+# Jitted to save tracing: JAX caches the trace, so that a program with six layers, or
+# with a branch for each size of packed rows, does not trace the same lines again.
+# Compilers inline the call.
+_jitted_layer = jax.jit(_layer, static_argnames=("block", "window", "first"))
 
 
 def block_of(model: ModelConfig, layer: int) -> blocks.Block:
@@ -243,7 +219,7 @@ def block_of(model: ModelConfig, layer: int) -> blocks.Block:
 
 
 def in_periods(
-    one: Callable[[Array, Sequence[Any], int, Any], tuple[Array, Any]],
+    one: Callable[..., tuple[Array, Any]],
     x: Array,
     stacks: Sequence[Params],
     *,
@@ -256,9 +232,9 @@ def in_periods(
     that compilers meet each kind once; with `unroll` they stay one by one.
 
     Args:
-      one: (x, the layer's part of each stack, the number of a layer of its kind,
-        {whether local: keys and values to read}, empty but for shared layers) to x and
-        {module: output to keep}.
+      one: one(x, layer, number=, shared=) of the layer's part of each stack, the number
+        of a layer of its kind, and {whether local: keys and values to read}, empty but
+        for shared layers; returns x and {module: output to keep}.
       stacks: each is {module: leaves stacked over the layers that have it}.
       unroll: runs layers one by one.
 
@@ -266,12 +242,15 @@ def in_periods(
       x, and {module: outputs, stacked over the layers that have it}.
     """
     all_kept: dict[str, Any] = {}
-    for first, count, period in model.parts:
+    sizes = [count for _, count, _ in model.parts]
+    of_parts = _by_runs(stacks, sizes, model=model, first=0)
+    for (first, count, period), own in zip(model.parts, of_parts, strict=True):
         shared = {
             model.is_local(n): _of_layer(all_kept, n, model=model)
             for n in map(model.source, range(first, first + count))
             if n is not None
         }
+        loop = period == 1 and not unroll  # over layers of one kind
         period = count if unroll else period
         turn = functools.partial(
             _period,
@@ -281,10 +260,10 @@ def in_periods(
             runs=[1] * period if unroll else _runs(model, first=first, layers=period),
             shared=shared,
         )
-        own = [
-            part_of(stack, model=model, first=first, count=count) for stack in stacks
-        ]
-        if count == period:
+        if loop:
+            of_kind = functools.partial(one, number=first, shared=shared)
+            x, kept = jax.lax.scan(of_kind, x, own)
+        elif count == period:
             x, kept = turn(x, own)
         else:
             turns = count // period
@@ -293,7 +272,7 @@ def in_periods(
             )
             x, kept = jax.lax.scan(turn, x, apart)
             kept = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), kept)
-        all_kept |= kept
+        all_kept = joined([all_kept, kept])
     return x, all_kept
 
 
@@ -311,14 +290,9 @@ def _period(
     kept = []
     of_runs = _by_runs(stacks, runs, model=model, first=first)
     for size, run in zip(runs, of_runs, strict=True):
-
-        def of_kind(
-            x: Array, layer: Sequence[Params], number: int = first
-        ) -> tuple[Array, Any]:
-            return one(x, layer, number, shared)
-
+        of_kind = functools.partial(one, number=first, shared=shared)
         if size == 1:
-            x, of_layer = of_kind(x, jax.tree.map(lambda leaf: leaf[0], run))
+            x, of_layer = of_kind(x, jax.tree.map(lambda leaf: leaf.squeeze(0), run))
             of_run = jax.tree.map(lambda leaf: leaf[None], of_layer)
         else:
             x, of_run = jax.lax.scan(of_kind, x, run)
@@ -334,19 +308,6 @@ def _of_layer(kept: Params, layer: int, *, model: ModelConfig) -> Any:
     return jax.tree.map(lambda leaf: leaf[at], kept[module])
 
 
-def part_of(stack: Params, *, model: ModelConfig, first: int, count: int) -> Params:
-    """A stack of the layers of one of `model.parts` alone."""
-    parts = {}
-    for module, tree in stack.items():
-        has = model.layers_of(module)
-        at = slice(*(sum(n < end for n in has) for end in (first, first + count)))
-        if has[at] == has:
-            parts[module] = tree
-        elif has[at]:
-            parts[module] = jax.tree.map(lambda leaf, at=at: leaf[at], tree)
-    return parts
-
-
 def _runs(model: ModelConfig, *, first: int, layers: int) -> list[int]:
     """Lengths of the runs of layers of one kind, of some layers from the first.
 
@@ -358,8 +319,10 @@ def _runs(model: ModelConfig, *, first: int, layers: int) -> list[int]:
 
 def _by_runs(
     stacks: Sequence[Params], runs: Sequence[int], *, model: ModelConfig, first: int
-) -> list[list[Params]]:
+) -> list[Sequence[Params]]:
     """For each run, {module: leaves [n, ...]} of its n layers from each stack."""
+    if len(runs) == 1:
+        return [stacks]
     bounds = [first + end for end in itertools.accumulate(runs, initial=0)]
 
     def of(stack: Params) -> list[Params]:
@@ -402,8 +365,6 @@ def unstack(stacks: Params, *, model: ModelConfig) -> tuple[Params, ...]:
     Args:
       stacks: {module: leaves [n, ...] of the n layers that have it}.
     """
-    if not model.by_kind:  # every layer has every module
-        return _split(stacks, model.num_layers)
     layers: list[Params] = [{} for _ in range(model.num_layers)]
     for module, stack in stacks.items():
         numbers = model.layers_of(module)

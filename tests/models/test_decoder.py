@@ -261,6 +261,10 @@ def test_bad_shapes_and_configs_are_named():
         ({"embed_scale": 0.0}, "embed_scale: expected a finite number above 0"),
         ({"vocab_multiple": 0}, "vocab_multiple: expected a finite number above 0"),
         ({"shared_layers": -1}, "shared_layers: expected a finite number, 0 or more"),
+        ({"norm": "batchnorm"}, "norm: expected one of 'layernorm', 'rmsnorm', got"),
+        ({"positions": "alibi"}, "positions: expected one of 'learned', 'rope', got"),
+        ({"activation": "relu"}, "activation: expected one of 'gelu_tanh', 'gelu',"),
+        ({"cache": "int4"}, "cache: expected one of 'same', 'int8', got 'int4'"),
     ]:
         with pytest.raises(InputError, match=message):
             dataclasses.replace(tiny.LLAMA, **change)
@@ -270,6 +274,8 @@ def test_bad_shapes_and_configs_are_named():
         config.RopeScaling("proportional", 1.0, share=0.0)
     with pytest.raises(InputError, match="gate_limit: expected a finite number abo"):
         Experts(4, 2, gate_limit=0.0)
+    with pytest.raises(InputError, match="kind: expected one of 'linear', 'llama3',"):
+        config.RopeScaling("ntk", 2.0)
 
 
 @pytest.mark.cases(slow=1)

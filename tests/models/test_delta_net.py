@@ -240,7 +240,10 @@ def test_blocks_are_whole_chunks(monkeypatch, rows):
 
 
 def test_layers_of_a_kind_that_follow_each_other_are_in_a_program_once(monkeypatch):
-    """Two DeltaNets and attention, twice: a compiler meets one of them, and not two."""
+    """Two DeltaNets and attention, twice: a compiler meets one of them, and not two.
+
+    Layers one by one are traced once, too: the trace of a layer is cached.
+    """
     tokens, mask = tiny.batch((7, 3), 9, side="right")
     chunked, calls = delta_rule.chunked, []
 
@@ -249,13 +252,29 @@ def test_layers_of_a_kind_that_follow_each_other_are_in_a_program_once(monkeypat
         return chunked(*args, **settings)
 
     monkeypatch.setattr(delta_rule, "chunked", counted)
-    for unroll, count in ((False, 1), (True, 4)):
+    for unroll in (False, True):
         model = dataclasses.replace(tiny.HYBRID, unroll=unroll)
         hidden = functools.partial(decoder.hidden_states, model=model)
         shapes = tiny.shapes(model)  # which calls it, too
         calls.clear()
         jax.eval_shape(hidden, shapes, tokens=tokens, mask=mask)
-        assert len(calls) == count
+        assert len(calls) == 1
+
+
+def test_the_last_of_unrolled_layers_computes_no_column_that_is_left_out():
+    tokens, mask = tiny.batch((9, 7), 9, side="right")
+    model = dataclasses.replace(tiny.HYBRID, unroll=True)
+
+    def flops(first):
+        hidden = functools.partial(
+            decoder.hidden_states, model=model, first_column=first
+        )
+        lowered = jax.jit(hidden).lower(tiny.shapes(model), tokens=tokens, mask=mask)
+        return lowered.cost_analysis()["flops"]
+
+    # Of the last layer at least the MLP's three products are left out.
+    mlp = 3 * 2 * model.hidden_size * model.intermediate_size
+    assert flops(0) - flops(8) > tokens.shape[0] * 8 * mlp
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from rlhf_jax.algorithms.batch import Prompts
 from rlhf_jax.models import cached_decoder
 from rlhf_jax.models.generation import episode_places, episodes
 from rlhf_jax.models.generation.episode_places import Arrivals, Episodes
+from rlhf_jax.models.generation.sampling import Decoder, Draw
 
 
 class Whole:
@@ -24,11 +26,17 @@ class Whole:
 
     def __init__(self, options: Config, *, tool: Tool) -> None:
         self._options, self._tool = options, tool
-        static: dict[str, Any] = {
-            "model": options.model,
-            "stop_ids": options.stop_ids,
-            "temperature": 1.0,
-        }
+        draw = Draw(options.stop_ids, unused=options.model.unused_ids)
+
+        def compiled(function: Callable[..., Episodes]) -> Callable[..., Episodes]:
+            def run(
+                params: Any, state: Episodes, layers: Any, *args: Any, **numbers: Any
+            ) -> Episodes:
+                decoder = Decoder(params, options.model, layers)
+                return function(decoder, state, *args, draw=draw, **numbers)
+
+            return jax.jit(run, donate_argnums=1)
+
         self._layers = jax.jit(
             functools.partial(
                 cached_decoder.layers_to_decode,
@@ -36,12 +44,7 @@ class Whole:
                 rows=options.rows,
             )
         )
-        self._read = jax.jit(
-            functools.partial(episodes.read, **static), donate_argnums=1
-        )
-        self._advance = jax.jit(
-            functools.partial(episodes.advance, **static), donate_argnums=1
-        )
+        self._read, self._advance = compiled(episodes.read), compiled(episodes.advance)
 
     def __call__(self, params: Any) -> Measured:
         options, began = self._options, time.perf_counter()
@@ -114,16 +117,16 @@ class Whole:
             options.model, places=options.rows, columns=columns, key=keys[0]
         )
         layers = self._layers(params)
-        state = self._read(params, state, arrivals, layers=layers)
+        state = self._read(params, state, layers, arrivals)
         if longest:
             more = dataclasses.replace(
                 arrivals, tokens=rest, count=count, begins=~yes, prompt=~yes, draws=yes
             )
-            state = self._read(params, state, more, layers=layers)
+            state = self._read(params, state, layers, more)
         return self._advance(
             params,
             state,
+            layers,
             until=jnp.zeros((), jnp.int32),
             steps=jnp.full((), options.turn_size, jnp.int32),
-            layers=layers,
         )

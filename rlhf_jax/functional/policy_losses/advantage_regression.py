@@ -76,10 +76,7 @@ def dar_loss(
     most = jnp.log(cap)
     weight = jax.lax.stop_gradient(jnp.exp(jnp.minimum(log_weight, most)))
     loss, stats = aggregate(
-        "loss/policy",
-        -weight * jnp.where(mask, logprobs, 0.0),
-        mask,
-        **mean,
+        "loss/policy", -weight * jnp.where(mask, logprobs, 0.0), mask, **mean
     )
     capped = (log_weight > most).astype(jnp.float32)
     own = {"policy/gate": weight, "policy/clipfrac": capped}

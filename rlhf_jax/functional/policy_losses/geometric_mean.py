@@ -73,12 +73,7 @@ def gmpo_loss(
     level = surrogates.at_level(clipped, mask=mask, ratio_level="sequence")
     # Before exp: where A < 0 the mean is not bounded above, and exp may be infinite.
     ratio = jnp.exp(jnp.where(level > surrogates.LARGE, surrogates.LARGE, level))
-    loss, stats = aggregate(
-        "loss/policy",
-        -ratio * advantages,
-        mask,
-        **mean,
-    )
+    loss, stats = aggregate("loss/policy", -ratio * advantages, mask, **mean)
     cut = jax.lax.stop_gradient((clipped != log_ratio).astype(jnp.float32))
     stats |= masked.sum_stats({"policy/clipfrac": cut}, mask=mask)
     return loss, stats | surrogates.ratio_stats(

@@ -130,9 +130,4 @@ def kl_cov_loss(
     log_ratio = logprobs - jax.lax.stop_gradient(old_logprobs)
     penalised = mask & chosen & (jnp.abs(log_ratio) > ROUNDING)
     log_ratio = jnp.where(penalised, log_ratio, 0.0)
-    return aggregate(
-        "loss/kl_cov",
-        jnp.abs(log_ratio),
-        mask,
-        **mean,
-    )
+    return aggregate("loss/kl_cov", jnp.abs(log_ratio), mask, **mean)

@@ -61,12 +61,11 @@ def decoder_from_hf(
       InputError: an option that the decoder does not implement, by name.
     """
     fields.only(config, {"use_bidirectional_attention": False})
-    options = {name: value for name, value in config.items() if value is not None}
-    options = DEFAULTS | options
+    options = fields.filled(config, DEFAULTS)
     model = llama.decoder_from_hf(
         options, family=family, activation="hidden_activation"
     )
-    if "layer_types" not in options:  # by default some are local and need a window
+    if config.get("layer_types") is None:  # some are local and need a window
         fields.required(DEFAULTS | dict(config), "sliding_window")
     model = windows.from_hf(
         model,

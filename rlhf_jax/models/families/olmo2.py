@@ -31,9 +31,7 @@ def decoder_from_hf(config: Mapping[str, Any], *, family: str) -> ModelConfig:
       InputError: an option that the decoder does not implement, by name.
     """
     fields.only(config, {"clip_qkv": None, "mlp_bias": False})
-    options = dict(config) | {
-        "rms_norm_eps": fields.option(config, "rms_norm_eps", 1e-5)
-    }
+    options = fields.filled(config, {"rms_norm_eps": 1e-5})
     return dataclasses.replace(
         llama.decoder_from_hf(options, family=family),
         query_key_norm=True,

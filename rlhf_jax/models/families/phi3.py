@@ -23,10 +23,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
             f"{kind!r}{long}; use a checkpoint of the short context (4k)"
         )
     # transformers' Phi-3 has no attention bias, whatever an older config says.
-    options = dict(config) | {
-        "rms_norm_eps": fields.option(config, "rms_norm_eps", 1e-5),
-        "attention_bias": False,
-    }
+    options = fields.filled(config, {"rms_norm_eps": 1e-5}) | {"attention_bias": False}
     return windows.in_every_layer(
         llama.decoder_from_hf(options, family="phi3", partial_rotary=True),
         window=config.get("sliding_window"),

@@ -13,7 +13,7 @@ from rlhf_jax.models.families.options import fields
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """The decoder of a Qwen3 `config.json`."""
-    options = dict(config) | {"head_dim": fields.option(config, "head_dim", 128)}
+    options = fields.filled(config, {"head_dim": 128})
     model = llama.decoder_from_hf(options, family="qwen3")
     return dataclasses.replace(qwen2.with_windows(model, config), query_key_norm=True)
 

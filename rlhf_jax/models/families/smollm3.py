@@ -21,7 +21,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     Raises:
       InputError: an option that the decoder does not implement, by name.
     """
-    options = DEFAULTS | {k: v for k, v in config.items() if v is not None}
+    options = fields.filled(config, DEFAULTS)
     if "num_key_value_heads" not in config:
         options["num_key_value_heads"] = 4
     model = llama.decoder_from_hf(options, family="smollm3")

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,15 +46,12 @@ from rlhf_jax.models.generation.places import (
 from rlhf_jax.models.generation.sampling import Decoder, Draw
 
 Array = jax.Array
-Params = Any
-
 SHARE = 8  # prompts come in when an eighth of the places is free
 
 
 def respond(
-    params: Params,
+    decoder: Decoder,
     *,
-    model: ModelConfig,
     tokens: Array,
     mask: Array,
     keys: Array,
@@ -64,7 +60,6 @@ def respond(
     draw: Draw,
     group_size: int,
     axis: str | None = None,
-    record_experts: bool = False,
 ) -> Responses:
     """Samples a response to every prompt, `places` rows at a time.
 
@@ -75,7 +70,6 @@ def respond(
       group_size: neighbouring rows of the same prompt, which is run once.
       axis: axis of a `shard_map` whose shares must take equal steps (`sampling.run`);
         None: each by itself. Only for caches in pages.
-      record_experts: keep the experts of every token of a mixture.
 
     Returns:
       Responses[N, R], equal to those of a plain batch up to rounding, as each row is
@@ -85,7 +79,7 @@ def respond(
     Raises:
       InputError: fewer places than a group has rows, or more than there are rows.
     """
-    rows, prompt_size = tokens.shape
+    model, (rows, prompt_size) = decoder.model, tokens.shape
     if not group_size <= places <= rows:
         raise InputError(
             f"continuous_batching: expected from {group_size} (the rows of one prompt) "
@@ -103,7 +97,7 @@ def respond(
     paged = model.cache_pages is not None
     if model.cache_pages is not None:
         paged_caches.check(model, longest=ring)
-    decoder = Decoder(params, model, record=record_experts).to_decode(rows=places)
+    decoder = decoder.to_decode(rows=places)
 
     def keys_of(state: Places) -> Array:
         # An empty place has row N: any key will do, as its draw is not kept.

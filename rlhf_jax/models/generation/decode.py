@@ -137,6 +137,7 @@ def generate(
         without it or too few for one row.
     """
     draw = Draw(stop_ids, temperature, shaping, model.unused_ids, record_top_k)
+    decoder = Decoder(params, model, record=record_experts)
     if record_experts and model.experts is None:
         raise InputError(
             f"record_experts: expected a mixture of experts, got a dense "
@@ -159,8 +160,7 @@ def generate(
         )
         checks.groups(tokens.shape[0], group_size=group_size)
         responses = respond(
-            params,
-            model=model,
+            decoder,
             tokens=tokens,
             mask=mask,
             keys=keys,
@@ -168,7 +168,6 @@ def generate(
             max_new_tokens=max_new_tokens,
             draw=draw,
             group_size=group_size,
-            record_experts=record_experts,
         )
         return _after(responses, tokens=tokens, mask=mask)
     if model.cache_pages is not None:
@@ -177,9 +176,8 @@ def generate(
             f"pages for prompts that wait, got {model.cache_pages} without; give both, "
             f"or neither"
         )
-    decoders = [Decoder(params, model, record=record_experts)]
     state = start(
-        decoders,
+        [decoder],
         tokens=tokens,
         mask=mask,
         keys=keys,
@@ -187,7 +185,7 @@ def generate(
         draw=draw,
         group_size=group_size,
     )
-    return finish(decoders, state=state, keys=keys, draw=draw).generated
+    return finish([decoder], state=state, keys=keys, draw=draw).generated
 
 
 def start(

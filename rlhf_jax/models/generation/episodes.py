@@ -16,44 +16,36 @@ on its own tokens and key, not on the time of an observation or on other rows.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models import cached_decoder, decoder
+from rlhf_jax.models import cached_decoder
 from rlhf_jax.models.cached_decoder import Seen
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.decoder import logits
 from rlhf_jax.models.generation import episode_places, sampling
 from rlhf_jax.models.generation.episode_places import Arrivals, Episodes
-from rlhf_jax.models.generation.sampling import Decoder, Draw, Shaping
+from rlhf_jax.models.generation.sampling import Decoder, Draw
 
 Array = jax.Array
-Params = Any
 
 
 def read(
-    params: Params,
-    state: Episodes,
-    arrivals: Arrivals,
-    *,
-    layers: Sequence[Params],
-    model: ModelConfig,
-    stop_ids: tuple[int, ...],
-    temperature: float,
-    shaping: Shaping | None = None,
+    decoder: Decoder, state: Episodes, arrivals: Arrivals, *, draw: Draw
 ) -> Episodes:
     """Reads the tokens that arrive, and draws the first token of turns that follow.
 
     Args:
+      decoder: from `Decoder.to_decode` for C rows, once per rollout; it records experts
+        if `state` has room for them.
       arrivals: Arrivals[A], for places whose turn has ended, or that are free.
-      layers: from `cached_decoder.layers_to_decode` for C rows, once per rollout.
-      stop_ids: tokens that end a turn, and are kept.
+      draw: its stop tokens end a turn, and are kept.
 
     Returns:
       Episodes[C]. Other places are unchanged.
     """
+    params, model, layers, record = decoder
     place, size = arrivals.place, arrivals.tokens.shape[1]
     of = episode_places.rows(state, place)
     start = jnp.where(arrivals.begins, 0, of.length)
@@ -74,7 +66,7 @@ def read(
         caches=episode_places.begun(of.caches, arrivals.begins),
         column=cached,
         going=at < length[:, None],
-        record=of.experts is not None,
+        record=record,
     )
     last = jnp.maximum(length - 1 - cached, 0)
     hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
@@ -97,9 +89,8 @@ def read(
         caches=caches,
         experts=_recorded(of.experts, chosen, cached),
     )
-    draw = Draw(stop_ids, temperature, shaping, model.unused_ids)
     drawn = draw(
-        decoder.logits(params, hidden, model=model, spread=True),
+        logits(params, hidden, model=model, spread=True),
         keys=of.keys,
         number=of.length - of.prompt,
         predicted=length > 0,
@@ -108,21 +99,18 @@ def read(
 
 
 def advance(
-    params: Params,
+    decoder: Decoder,
     state: Episodes,
     *,
     until: Array,
     steps: Array,
-    layers: Sequence[Params],
-    model: ModelConfig,
-    stop_ids: tuple[int, ...],
-    temperature: float,
-    shaping: Shaping | None = None,
+    draw: Draw,
     axis: str | None = None,
 ) -> Episodes:
     """Draws until at most `until` turns go on, or for `steps` tokens.
 
     Args:
+      decoder, draw: as in `read`.
       until: i32[], number of turns.
       steps: i32[], tokens of a row.
       axis: axis of a `shard_map` whose devices must take equal steps (`sampling.run`);
@@ -132,10 +120,7 @@ def advance(
       Episodes[C]. A place that draws nothing is unchanged, except for the last column
       of its cache.
     """
-    draw = Draw(stop_ids, temperature, shaping, model.unused_ids)
-    record = state.experts is not None
-    decoder = Decoder(params, model, tuple(layers), record=record)
-    columns = state.tokens.shape[1]
+    columns, model = state.tokens.shape[1], decoder.model
 
     def more(carry: tuple[Episodes, Array]) -> Array:
         state, step = carry

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import jax
 
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.generation import decode
 from rlhf_jax.models.generation.decode import Generated
@@ -50,12 +51,11 @@ def generate(
 
     Source: Munos et al. 2023, arXiv:2312.00886, sections 6 and 7.
     """
-    if not 0 < share < 1:
-        raise InputError(f"share: expected a number between 0 and 1, got {share}")
+    checks.within(above=0, below=1, advice="choose another", share=share)
     if policy.model.vocab_size != other.model.vocab_size:
         raise InputError(
             f"expected two models of one vocabulary, got {policy.model.vocab_size} and "
-            f"{other.model.vocab_size} ids"
+            f"{other.model.vocab_size} ids; choose a reference with the policy's"
         )
     draw = Draw(
         stop_ids,

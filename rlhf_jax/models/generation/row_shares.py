@@ -23,10 +23,9 @@ import jax
 from jax.sharding import AxisType, PartitionSpec
 
 from rlhf_jax.functional.errors import refuse
-from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation import continuous_batching, page_table
 from rlhf_jax.models.generation.places import Responses
-from rlhf_jax.models.generation.sampling import Draw
+from rlhf_jax.models.generation.sampling import Decoder, Draw
 
 Array = jax.Array
 Params = Any
@@ -35,9 +34,8 @@ AXIS = "data"  # mesh axis whose devices have all weights, and their own rows
 
 
 def respond(
-    params: Params,
+    decoder: Decoder,
     *,
-    model: ModelConfig,
     tokens: Array,
     mask: Array,
     keys: Array,
@@ -45,17 +43,16 @@ def respond(
     max_new_tokens: int,
     draw: Draw,
     group_size: int,
-    record_experts: bool = False,
 ) -> Responses:
     """`continuous_batching.respond`, on a mesh with a pool of pages for every share.
 
-    `places` and `model.cache_pages` count all shares together. Samples equal those of
-    one pool, as a draw depends only on its row's key.
+    `places` and the model's `cache_pages` count all shares together. Samples equal
+    those of one pool, as a draw depends only on its row's key.
 
     Raises:
       InputError: as `check_shares`, or as `continuous_batching.respond`.
     """
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh, model = jax.sharding.get_abstract_mesh(), decoder.model
     shares, pages = dict(mesh.shape).get(AXIS, 1), model.cache_pages
     # XLA may merge the exchanges of all shares, which then must take equal steps.
     together = AXIS if mesh.size > shares else None
@@ -64,13 +61,10 @@ def respond(
         max_new_tokens=max_new_tokens,
         draw=draw,
         group_size=group_size,
-        record_experts=record_experts,
     )
     auto = AxisType.Auto in mesh.axis_types and AXIS not in mesh.manual_axes
     if pages is None or shares == 1 or not auto:
-        return own(
-            params, model=model, tokens=tokens, mask=mask, keys=keys, places=places
-        )
+        return own(decoder, tokens=tokens, mask=mask, keys=keys, places=places)
     rows, prompt = tokens.shape
     check_shares(shares, rows=rows, places=places, pages=pages, group_size=group_size)
     model = dataclasses.replace(model, cache_pages=pages // shares)
@@ -86,8 +80,7 @@ def respond(
 
     def of_share(params: Params, tokens: Array, mask: Array, keys: Array) -> Responses:
         return own(
-            params,
-            model=model,
+            Decoder(params, model, record=decoder.record),
             tokens=tokens,
             mask=mask,
             keys=keys,
@@ -103,7 +96,7 @@ def respond(
         axis_names={AXIS},
         check_vma=False,
     )
-    return split(params, tokens, mask, keys)
+    return split(decoder.params, tokens, mask, keys)
 
 
 def check_shares(

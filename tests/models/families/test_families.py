@@ -538,6 +538,8 @@ def test_layers_of_gemma_4_run_in_periods_before_and_after_the_last_own_keys():
         ((0, 60, 6),),
         ((0, 30, 6),),
     ]
+    # Local and global layers of Gemma 3 have the same modules.
+    assert registry.KNOWN["gemma-3-1b"].parts == ((0, 26, 1),)
     small = registry.KNOWN["gemma-4-e2b"]
     assert [small.source(layer) for layer in (14, 15, 19, 34)] == [None, 13, 14, 14]
 
@@ -767,7 +769,8 @@ def test_null_is_as_absent():
         ("gpt_neox", ("use_parallel_residual", "attention_bias", "layer_norm_eps")),
         ("olmo3", ("rms_norm_eps", "rope_parameters", "layer_types")),
         ("smollm3", ("tie_word_embeddings", "rope_parameters", "no_rope_layers")),
-        ("granite", ("logits_scaling", "residual_multiplier")),
+        ("granite", ("logits_scaling", "residual_multiplier", "hidden_act")),
+        ("gpt2", ("activation_function",)),
         ("qwen3_5", ("layer_types", "linear_conv_kernel_dim", "rope_parameters")),
     ):
         config = {k: v for k, v in options_of(name).items() if k not in options}

@@ -8,9 +8,9 @@ import pytest
 import tiny
 import toys
 
-from rlhf_jax.models import cached_decoder
 from rlhf_jax.models.generation import decode, episode_places, episodes
 from rlhf_jax.models.generation.episode_places import Arrivals
+from rlhf_jax.models.generation.sampling import Decoder, Draw
 from rlhf_jax.roles import policy
 
 PLACES, COLUMNS, CHUNK = 3, 20, 4
@@ -19,16 +19,18 @@ OPTIONS = {"stop_ids": (), "temperature": 1.0}
 
 @functools.cache
 def programs(model):
-    layers = cached_decoder.layers_to_decode(
-        tiny.params(model), model=model, rows=PLACES
-    )
-    static = {"model": model, **OPTIONS}
-    return tuple(
-        functools.partial(
-            toys.jit(functools.partial(function, **static)), layers=layers
-        )
-        for function in (episodes.read, episodes.advance)
-    )
+    """Functions of a state: `episodes.read` and `episodes.advance`, compiled."""
+    _, _, layers, _ = Decoder(tiny.params(model), model).to_decode(rows=PLACES)
+
+    def compiled(function):
+        @toys.jit
+        def run(params, *args, **options):
+            decoder = Decoder(params, model, layers)
+            return function(decoder, *args, draw=Draw(**OPTIONS), **options)
+
+        return run
+
+    return compiled(episodes.read), compiled(episodes.advance)
 
 
 def arriving(*rows, draws):

@@ -16,10 +16,9 @@ import toys
 from rlhf_jax import decode, policy
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
-from rlhf_jax.models import cached_decoder
 from rlhf_jax.models.generation import episode_places, episodes, mixture
 from rlhf_jax.models.generation.episode_places import Arrivals
-from rlhf_jax.models.generation.sampling import Decoder, Shaping
+from rlhf_jax.models.generation.sampling import Decoder, Draw, Shaping
 
 UNUSED = ((0, 2), (5, 6), (10, 13))
 USED = np.array([2, 3, 4, 6, 7, 8, 9])
@@ -247,8 +246,8 @@ def test_places_of_episodes_leave_them_out():
         tokens = np.zeros((len(prompts), 4), np.int32)
         for at, row in enumerate(prompts):
             tokens[at, : len(row)] = USED[row] if mapped else row
-        layers = cached_decoder.layers_to_decode(params, model=model, rows=3)
-        fixed = {"model": model, "stop_ids": (), "temperature": TEMPERATURE}
+        _, _, layers, _ = Decoder(params, model).to_decode(rows=3)
+        draw = Draw((), TEMPERATURE, unused=model.unused_ids)
         state = episode_places.empty(model, places=3, columns=16, key=jax.random.key(0))
         arrivals = Arrivals(
             place=np.arange(3, dtype=np.int32),
@@ -260,14 +259,15 @@ def test_places_of_episodes_leave_them_out():
             turn=np.full(3, turn, np.int32),
             keys=jax.random.split(jax.random.key(5), 3),
         )
-        read, advance = (
-            toys.jit(functools.partial(function, **fixed))
-            for function in (episodes.read, episodes.advance)
-        )
-        state = read(params, state, arrivals, layers=layers)
-        return advance(
-            params, state, until=np.int32(0), steps=np.int32(turn), layers=layers
-        )
+
+        @toys.jit
+        def turn_of(params, layers, state):
+            decoder = Decoder(params, model, layers)
+            state = episodes.read(decoder, state, arrivals, draw=draw)
+            until, steps = np.int32(0), np.int32(turn)
+            return episodes.advance(decoder, state, until=until, steps=steps, draw=draw)
+
+        return turn_of(params, layers, state)
 
     (params, shape), other = pair(tiny.LLAMA)
     output, expected = turns(params, shape), turns(*other)

@@ -102,7 +102,7 @@ def test_the_mixture_of_a_model_with_itself_draws_what_it_draws():
 
 def test_mixtures_that_are_none():
     more = dataclasses.replace(toys.GPT2, vocab_size=14)
-    with pytest.raises(InputError, match="share: expected a number between 0 and 1"):
+    with pytest.raises(InputError, match="share: expected a number above 0 and"):
         drawn(OURS, share=1.0)
     with pytest.raises(InputError, match="two models of one vocabulary, got 13 and 14"):
         drawn(Decoder(OURS.params, more))

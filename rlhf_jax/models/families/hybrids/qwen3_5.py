@@ -19,7 +19,17 @@ from rlhf_jax.models.families import keys, llama
 from rlhf_jax.models.families.options import fields, rotary
 
 KINDS = {"linear_attention": True, "full_attention": False}  # True: recurrent
-ROTATED = 0.25  # default share of a head that rotates
+SHAPE = {
+    "num_key_heads": "linear_num_key_heads",
+    "num_value_heads": "linear_num_value_heads",
+    "key_dim": "linear_key_head_dim",
+    "value_dim": "linear_value_head_dim",
+    "conv_width": "linear_conv_kernel_dim",
+}
+# Where a config.json is silent.
+DEFAULTS = dict(zip(SHAPE.values(), (16, 32, 128, 128, 4), strict=True))
+DEFAULTS |= {"head_dim": 256, "partial_rotary_factor": 0.25}
+DEFAULTS |= {"full_attention_interval": 4}
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
@@ -29,15 +39,9 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
       InputError: an option that the decoder does not implement, by name.
     """
     fields.only(config, {"mlp_bias": False, "attn_output_gate": True})
-    options = {
-        **config,
-        "head_dim": fields.option(config, "head_dim", 256),
-        "partial_rotary_factor": fields.option(
-            config, "partial_rotary_factor", ROTATED
-        ),
-    }
+    options = fields.filled(config, DEFAULTS)
     model = llama.decoder_from_hf(options, family="qwen3_5_text", partial_rotary=True)
-    period = fields.option(config, "full_attention_interval", 4)
+    period = options["full_attention_interval"]
     kinds = fields.option(
         config,
         "layer_types",
@@ -51,13 +55,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
             f"{', '.join(unknown) or 'no others'}; use another checkpoint"
         )
     recurrent = tuple(KINDS[kind] for kind in kinds)
-    shape = DeltaNet(
-        num_key_heads=fields.option(config, "linear_num_key_heads", 16),
-        num_value_heads=fields.option(config, "linear_num_value_heads", 32),
-        key_dim=fields.option(config, "linear_key_head_dim", 128),
-        value_dim=fields.option(config, "linear_value_head_dim", 128),
-        conv_width=fields.option(config, "linear_conv_kernel_dim", 4),
-    )
+    shape = DeltaNet(**{ours: options[theirs] for ours, theirs in SHAPE.items()})
     return dataclasses.replace(
         model,
         norm_from_one=True,
@@ -86,13 +84,8 @@ def config_to_hf(model: ModelConfig) -> dict[str, Any]:
     }
     if model.delta_net is None:
         return written
-    return written | {
-        "linear_num_key_heads": model.delta_net.num_key_heads,
-        "linear_num_value_heads": model.delta_net.num_value_heads,
-        "linear_key_head_dim": model.delta_net.key_dim,
-        "linear_value_head_dim": model.delta_net.value_dim,
-        "linear_conv_kernel_dim": model.delta_net.conv_width,
-    }
+    sizes = dataclasses.asdict(model.delta_net)
+    return written | {theirs: sizes[ours] for ours, theirs in SHAPE.items()}
 
 
 def key_table(model: ModelConfig) -> keys.Table:

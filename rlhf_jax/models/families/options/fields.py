@@ -222,7 +222,7 @@ def only(config: Mapping[str, Any], supported: Mapping[str, Any]) -> None:
 
 def activation(config: Mapping[str, Any], option: str, default: str) -> Activation:
     """The decoder's name of the activation in a config."""
-    name = config.get(option, default)
+    name = default if config.get(option) is None else config[option]
     if name not in ACTIVATIONS:
         raise InputError(
             f"config.json: expected {option} to be one of {', '.join(ACTIVATIONS)}; "
