@@ -51,7 +51,9 @@ COMPRESSIONS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress
 
 
 @pytest.mark.parametrize("rows", [ROWS, MIXED], ids=["texts", "mixed"])
-@pytest.mark.parametrize(("suffix", "compress"), COMPRESSIONS.items(), ids=str)
+@pytest.mark.parametrize(
+    ("suffix", "compress"), COMPRESSIONS.items(), ids=COMPRESSIONS.keys()
+)
 @pytest.mark.parametrize("has_suffix", [True, False])
 def test_compressed_json_lines_are_what_is_in_them(
     write, rows, suffix, compress, has_suffix
