@@ -382,7 +382,8 @@ def test_a_python_reward_gets_the_messages_and_a_readable_text():
         return tokenization.spoken(QWEN, ids, stop_ids=spelt("<|im_end|>"))
 
     texts = read(answered, decode=decode, rows=rows, prompts=[row["prompt"]])
-    assert texts.lists == ([[user("Hi")]], ["Yes"], [row])
+    got = texts.prompts, texts.responses, texts.rows
+    assert got == ([[user("Hi")]], ["Yes"], [row])
     shown = (
         "<|im_start|>system\nBe kind.\n<|im_start|>user\nHi\n<|im_start|>assistant\n"
     )

@@ -60,9 +60,12 @@ def test_a_reference_of_each_form(text, expected):
         ("k3=x", "expected a name of letters"),
         (
             "b=x,dtype=int4",
-            "expected dtype to be float32 or bfloat16 or float16 or int8",
+            "expected dtype to be one of float32, bfloat16, float16, int8",
         ),
-        ("b=x,embeddings=int8", "expected embeddings to be float32 or bfloat16 or f"),
+        (
+            "b=x,embeddings=int8",
+            "expected embeddings to be one of float32, bfloat16, f",
+        ),
         ("b=x,embeddings=float16", "embeddings: expected None where dtype is float32"),
         (
             "b=x,place=moon",
