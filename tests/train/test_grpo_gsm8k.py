@@ -693,7 +693,7 @@ UNMARKED = {"question": "what is one ?", "answer": "one"}
             ),
             (
                 ("--sampler=here,dtype=float16",),
-                "expected dtype to be float32 or bfloat16 or int8, got 'float16'",
+                "expected dtype to be one of float32, bfloat16, int8, got 'float16'",
             ),
             (
                 ("--max-new-tokens=15",),
