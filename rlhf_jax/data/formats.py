@@ -9,6 +9,7 @@ import importlib
 import lzma
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rlhf_jax.functional.checks import InputError
 
@@ -18,6 +19,7 @@ class NoFile(InputError):
 
 
 HEAD = 2**16  # bytes that are read to detect a format
+INSTALL = "`pip install 'rlhf-jax[datasets]'`"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Format:
     remedy: str = "unpack it first"  # how to make a file that is read
     builder: str | None = None  # the builder in `datasets` that reads a table
     unpack: Callable[[bytes], bytes] | None = None  # of compressed data
+    package: str | None = None  # that reads it, if it is no dependency of this one
+    install: str = ""  # how to get the package
 
     def refusal(self, path: Path, *, expected: str = "JSON Lines") -> InputError:
         """Makes the error that such a file is not read, with the remedy."""
@@ -38,13 +42,23 @@ class Format:
             f"{path}: expected {expected}{per_line}, got {self.name}; {self.remedy}"
         )
 
+    def required(self, path: Path) -> Any:
+        """Imports the package that reads the format; InputError says how to get it."""
+        assert self.package is not None
+        try:
+            return importlib.import_module(self.package)
+        except ImportError:
+            raise InputError(
+                f"{self.refusal(path)}, or install {self.install}"
+            ) from None
+
     def unpacked(self, path: Path, data: bytes) -> bytes:
         """Returns the content of compressed data; InputError if it is damaged."""
         assert self.unpack is not None
+        if self.package is not None:
+            self.required(path)
         try:
             return self.unpack(data)
-        except ImportError:
-            raise InputError(f"{self.refusal(path)}, or install zstandard") from None
         except Exception as error:  # the packages raise several classes
             raise InputError(
                 f"{path}: expected {self.name}, got what does not unpack:"
@@ -53,7 +67,7 @@ class Format:
 
 
 def _unpack_zstd(data: bytes) -> bytes:
-    zstandard = importlib.import_module("zstandard")  # no dependency of this package
+    zstandard = importlib.import_module("zstandard")
     parts = []
     while data:
         frame = zstandard.ZstdDecompressor().decompressobj()
@@ -73,7 +87,14 @@ COMPRESSED = (
     Format("gzip-compressed data", (".gz",), (b"\x1f\x8b",), unpack=gzip.decompress),
     Format("bzip2-compressed data", (".bz2",), _BZIP2, unpack=bz2.decompress),
     Format("xz-compressed data", (".xz",), (b"\xfd7zXZ\0",), unpack=lzma.decompress),
-    Format("zstd-compressed data", (".zst",), (b"(\xb5/\xfd",), unpack=_unpack_zstd),
+    Format(
+        "zstd-compressed data",
+        (".zst",),
+        (b"(\xb5/\xfd",),
+        unpack=_unpack_zstd,
+        package="zstandard",
+        install="zstandard",
+    ),
 )
 _BY_PANDAS = (
     "convert it, with pandas by `pandas.read_{}(FILE).to_json(OUT, orient='records',"
@@ -87,6 +108,8 @@ _FORMATS = (
         (b"PAR1",),
         _BY_PANDAS.format("parquet"),
         builder="parquet",
+        package="datasets",
+        install=f"what reads it as it is, {INSTALL}",
     ),
     Format(
         "an Arrow table, which is binary",
@@ -94,6 +117,8 @@ _FORMATS = (
         (b"ARROW1\0\0", b"\xff\xff\xff\xff"),
         _BY_PANDAS.format("feather"),
         builder="arrow",
+        package="datasets",
+        install=f"what reads it as it is, {INSTALL}",
     ),
     CSV,
     TSV,

@@ -11,12 +11,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rlhf_jax.data.formats import TSV, Format, NoFile
+from rlhf_jax.data.formats import INSTALL, TSV, Format, NoFile
 from rlhf_jax.functional.checks import InputError
 
 Located = list[tuple[str, dict[str, Any]]]
 
-INSTALL = "`pip install 'rlhf-jax[datasets]'`"
 _LABEL = "label"  # the one column of a CSV file that may hold true and false
 _FLAGS = {"true": True, "false": False}
 
@@ -50,12 +49,7 @@ def of_table(path: Path, form: Format) -> Located:
     Raises:
       InputError: `datasets` is not installed, or the file is damaged.
     """
-    try:
-        datasets = importlib.import_module("datasets")
-    except ImportError:
-        raise InputError(
-            f"{form.refusal(path)}, or install what reads it as it is, {INSTALL}"
-        ) from None
+    datasets = form.required(path)
     try:
         with tempfile.TemporaryDirectory() as cache:  # so that no old copy is read
             table = datasets.load_dataset(

@@ -16,9 +16,10 @@ import re
 from typing import NamedTuple
 
 from rlhf_jax.environments.protocol import Row, Started, Turn, Written
-from rlhf_jax.functional.errors import InputError
+from rlhf_jax.functional.errors import expect_between
 
 _NUMBER = re.compile(r"(?<![0-9])-?[0-9]{1,9}(?![0-9])")
+MOST = 10**9 - 1  # that the environment reads
 
 
 class State(NamedTuple):
@@ -38,6 +39,9 @@ class Guessing:
     """Guesses after which the episode ends without a reward."""
     guess_cost: float = 0.1
     """Cost of each wrong guess, subtracted from the reward of 1, down to 0."""
+
+    def __post_init__(self) -> None:
+        expect_between(1, MOST, largest=self.largest, max_guesses=self.max_guesses)
 
     def reset(self, row: Row) -> Started:
         """Returns the task."""
@@ -67,8 +71,7 @@ def rows(count: int, *, seed: int, largest: int = 20) -> list[Row]:
     Args:
       largest: as in the environment.
     """
-    if largest < 1:
-        raise InputError(f"largest: expected 1 or more, got {largest}; choose it above")
+    expect_between(1, MOST, largest=largest)
     draw = random.Random(seed)
     numbers: list[int] = []
     while len(numbers) < count:

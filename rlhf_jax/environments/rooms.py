@@ -21,7 +21,7 @@ import random
 from typing import NamedTuple
 
 from rlhf_jax.environments.protocol import Row, Started, Turn, Written
-from rlhf_jax.functional.errors import InputError
+from rlhf_jax.functional.errors import expect_between
 
 NAMES = ("hall", "kitchen", "study", "cellar", "attic", "garden", "bath", "shed")
 
@@ -57,6 +57,10 @@ class Rooms:
     key_reward: float = 0.0
     """Reward of the turn that takes the key."""
 
+    def __post_init__(self) -> None:
+        expect_between(2, len(NAMES), num_rooms=self.num_rooms)
+        expect_between(1, 10**9, max_moves=self.max_moves)
+
     def reset(self, row: Row) -> Started:
         """Returns the first room and the task."""
         house = build(int(row["seed"]), num_rooms=self.num_rooms)
@@ -91,11 +95,7 @@ class Rooms:
 
 def build(seed: int, *, num_rooms: int) -> House:
     """Draws a house: each room after the first has a door to an earlier one."""
-    if not 2 <= num_rooms <= len(NAMES):
-        raise InputError(
-            f"num_rooms: expected a number of at least 2 and at most {len(NAMES)}, got "
-            f"{num_rooms}; choose one"
-        )
+    expect_between(2, len(NAMES), num_rooms=num_rooms)
     draw = random.Random(seed)
     rooms = draw.sample(NAMES, num_rooms)
     doors: dict[str, list[str]] = {room: [] for room in rooms}

@@ -85,3 +85,22 @@ def refuse(faults: Iterable[str]) -> None:
     """
     if message := "\n".join(faults):
         raise InputError(message)
+
+
+def expect_between(least: int, most: int, **numbers: int) -> None:
+    """Checks numbers in modules that load no JAX; others have `checks.within`.
+
+    >>> print(expect_between(2, 8, num_rooms=5))
+    None
+    >>> expect_between(2, 8, num_rooms=9)
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.errors.InputError: num_rooms: expected at least 2 and at most 8,
+        got 9; choose another
+    """
+    refuse(
+        f"{name}: expected at least {least} and at most {most}, got {number}; choose "
+        f"another"
+        for name, number in numbers.items()
+        if not least <= number <= most
+    )

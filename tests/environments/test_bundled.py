@@ -107,8 +107,25 @@ HOUSE = House(
 
 
 def test_there_is_a_number_to_guess():
-    with pytest.raises(ValueError, match="largest: expected 1 or more, got 0"):
+    with pytest.raises(ValueError, match=r"largest: expected at least 1 and .* got 0"):
         guessing.rows(1, seed=0, largest=0)
+
+
+@pytest.mark.parametrize(
+    ("environment", "options"),
+    [
+        (Guessing, {"largest": 0}),
+        (Guessing, {"largest": 10**9}),
+        (Guessing, {"max_guesses": 0}),
+        (Rooms, {"num_rooms": 1}),
+        (Rooms, {"num_rooms": 9}),
+        (Rooms, {"max_moves": 0}),
+    ],
+)
+def test_an_environment_that_cannot_be_played_is_not_made(environment, options):
+    [name] = options
+    with pytest.raises(ValueError, match=f"{name}: expected at least"):
+        environment(**options)
 
 
 def test_processes_that_run_an_environment_load_no_jax():
