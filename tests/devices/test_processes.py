@@ -47,8 +47,9 @@ def judge(prompts, responses, others, rows):
     return [0.25 if a < b else 0.5 for a, b in zip(responses, others)]
 
 def fails(prompts, responses, rows):
-    assert jax.process_index() == 0
-    raise ValueError("no such score")
+    if jax.process_index() == int(os.environ["FAILS_IN"]):
+        raise ValueError("no such score")
+    return [0.0] * len(responses)
 """
 ENVIRONMENT = """
 from rlhf_jax.environments.protocol import Started, Turn
@@ -508,7 +509,11 @@ def test_two_processes_evaluate_as_one_does(files, tmp_path, name):
 
 
 @pytest.mark.slow
-def test_a_reward_that_fails_in_the_first_process_ends_all(files, tmp_path):
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_reward_that_fails_in_one_process_ends_all(
+    files, tmp_path, monkeypatch, process
+):
+    monkeypatch.setenv("FAILS_IN", str(process))
     argv = ("--model=model", "--max-new-tokens=4", "--prompts=prompts.jsonl")
     argv += ("--reward=their_rewards:fails", "--batch-size=4", MESH)
     for _, error in run("evaluate", files, tmp_path / "out", *argv, expected=2):

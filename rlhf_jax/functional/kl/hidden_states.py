@@ -5,7 +5,7 @@ Columns shift by one here, as in `logprobs`: position t - 1 predicts token t.
 
 from __future__ import annotations
 
-from typing import Any, TypedDict, Unpack, get_args
+from typing import Any, NamedTuple, TypedDict, Unpack, get_args
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +90,8 @@ def exact_from_hidden(
     [[0.16  0.174]]
     """
     policy, reference = (hidden, head), (ref_hidden, ref_head)
-    return _from_hidden(policy, reference, direction=direction, k=k, **reading)
+    of = _Divergence(k=k, direction=direction)
+    return _from_hidden(policy, reference, of, **reading)
 
 
 def head_from_hidden(
@@ -130,7 +131,8 @@ def head_from_hidden(
     """
     checks.shape(hidden.shape[:2], tokens=tokens)
     policy, reference = (hidden, head), (ref_hidden, ref_head)
-    return _from_hidden(policy, reference, k=k, tokens=tokens, **reading)
+    of = _Divergence(k=k, tokens=tokens)
+    return _from_hidden(policy, reference, of, **reading)
 
 
 def jensen_shannon_from_hidden(
@@ -167,17 +169,25 @@ def jensen_shannon_from_hidden(
     [[0.    0.029 0.026]]
     """
     policy, reference = (hidden, head), (ref_hidden, ref_head)
-    return _from_hidden(policy, reference, k=k, beta=beta, **reading)
+    of = _Divergence(k=k, beta=beta)
+    return _from_hidden(policy, reference, of, **reading)
+
+
+class _Divergence(NamedTuple):
+    """Which divergence; no keyword of `_from_hidden`, which would accept it unasked."""
+
+    k: int | None
+    direction: Direction = "reverse"
+    beta: Scalar | None = None  # of Jensen and Shannon
+    tokens: Array | None = None  # asks for the head alone
 
 
 def _from_hidden(
     policy: tuple[Array, Array],
     reference: tuple[Array, Array],
+    of: _Divergence,
+    /,
     *,
-    k: int | None,
-    direction: Direction = "reverse",
-    beta: Scalar | None = None,
-    tokens: Array | None = None,
     temperature: Scalar = 1.0,
     vocab_size: int | None = None,
     softcap: float | None = None,
@@ -187,6 +197,7 @@ def _from_hidden(
     unused: unused_ids.Ranges = (),
 ) -> Any:
     (hidden, head), (ref_hidden, ref_head) = policy, reference
+    k, direction, beta, tokens = of
     checks.shape((None, None, None), hidden=hidden)
     batch, columns, _ = hidden.shape
     checks.shape((batch, columns, None), ref_hidden=ref_hidden)

@@ -104,14 +104,10 @@ class Evaluation:
         if name == "policy" and reference is not None and not greedy:
             ref_kl = self.programs.response_kl(model, reference, rollout)
         with guard():
-            early = self.rewards.begin(rollout, episodes=scores)()
-            scores = self.rewards.finish(rollout, early)
+            output = self._scored(rollout, episodes=scores)
         count *= num_samples
         shown, ref_kl, scores = jax.tree.map(
-            lambda leaf: leaf[:count],
-            processes.whole(
-                (rollout, ref_kl, None if scores is None else scores_of(scores))
-            ),
+            lambda leaf: leaf[:count], processes.whole((rollout, ref_kl, output))
         )
         texts = text.read(
             shown,
@@ -180,6 +176,18 @@ class Evaluation:
             return self.programs.respond(model, prompts, key=key, greedy=greedy), None
         with guard():
             return self.played(model, prompts, key=key, greedy=greedy)
+
+    def _scored(self, rollout: Rollout, *, episodes: Scores | None) -> Scores | None:
+        """Scores a rollout; an error of one process is raised in all of them."""
+        output: Any = None
+
+        def run() -> None:
+            nonlocal output
+            early = self.rewards.begin(rollout, episodes=episodes)()
+            output = self.rewards.finish(rollout, early)
+
+        processes.on_each(run)
+        return None if output is None else scores_of(output)
 
     def _check_finite(
         self, called: str, numbers: Sequence[Any], *, what: str, rows: Any

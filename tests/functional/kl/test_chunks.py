@@ -446,3 +446,15 @@ def test_wrong_input_says_what_to_do():
 def test_a_batch_of_no_rows_has_no_kl(k):
     nothing = from_hidden(HIDDEN[:0], HEAD, REF_HIDDEN[:0], REF_HEAD, k=k)
     assert (nothing.shape, nothing.dtype) == ((0, S), np.float32)
+
+
+def test_options_of_another_divergence_are_refused():
+    """Passed on, they would change what is computed, without a word."""
+    tokens = jnp.ones((B, S), jnp.int32)
+    for function, options in (
+        (kl.exact_from_hidden, {"beta": 0.5}),
+        (kl.exact_from_hidden, {"tokens": tokens}),
+        (kl.head_from_hidden, {"tokens": tokens, "k": 2, "direction": "forward"}),
+    ):
+        with pytest.raises(TypeError, match="unexpected keyword argument"):
+            function(*ARRAYS, vocab_size=V, **options)
