@@ -389,6 +389,19 @@ def test_a_choice_of_a_file_that_is_none_names_what_there_is(line, message, tmp_
     )
 
 
+def test_an_option_outside_its_group_is_reported_with_the_group(tmp_path):
+    path = tmp_path / "options.toml"
+    path.write_text("model = 'm'\nlearning-rate = 1\nlora = 4\ncolour = 1\n")
+    with pytest.raises(InputError) as error:
+        parse("--config", path)
+    assert str(error.value).splitlines()[1:-1] == [
+        "  colour: unknown",
+        "  learning-rate: unknown; it is optimizer.learning_rate",
+        "  lora: unknown; it is start.lora",
+        "  model: unknown; it is start.model",
+    ]
+
+
 def test_a_field_of_a_group_that_is_a_key_names_its_choice(tmp_path):
     path = tmp_path / "options.toml"
     path.write_text("[reference.lifecycle]\nevery = 2\n")
