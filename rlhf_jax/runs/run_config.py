@@ -319,11 +319,14 @@ def _record(fields: Mapping[str, Any], kinds: Mapping[str, Any]) -> Any:
     if unknown := [key for key in values if key not in names]:
         expected = ", ".join(names) or "no option"
         raise TypeError(f"expected {expected} with {name}, got {', '.join(unknown)}")
+    faults = []
     for key, value in values.items():
         try:
             values[key] = _decode(value, hints[key])
         except TypeError as error:
-            raise TypeError(f"{key}: {error}") from None
+            faults.append(f"{key}: {error}")
+    if faults:
+        raise TypeError("; ".join(faults))
     if missing := choices.missing(kind, values):
         raise TypeError(f"expected {', '.join(missing)} with {name}, got none")
     try:

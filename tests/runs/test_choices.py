@@ -353,6 +353,11 @@ def test_a_config_is_read_as_it_was_recorded(module, tmp_path):
             "method.sampler_correction: expected no option with ratio, got cap",
         ),
         (
+            'surrogate = { kind = "clip", clip_range = "x", dual_clip = [] }',
+            'method.surrogate: clip_range: expected a number, got "x"; dual_clip: '
+            "expected a number or None, got []\n",
+        ),
+        (
             "fixed_length = true",
             "method.fixed_length: 'true': expected truncate_after to be a whole number",
         ),
