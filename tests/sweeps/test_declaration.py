@@ -287,3 +287,11 @@ def test_a_folder_has_the_sweep_that_was_asked_last(tmp_path, trainer):
     assert begun == asked
     assert (begun.question, begun.seeds, begun.claims) == ("Why?", (1, 2), claims)
     assert planned.runs_of(begun, out=tmp_path) == planned.runs_of(asked, out=tmp_path)
+
+
+def test_every_mistake_of_a_sweep_names_its_file():
+    with pytest.raises(InputError) as error:
+        declaration.declared({"command": "ppo", "colour": 1}, source="s.toml")
+    lines = str(error.value).splitlines()
+    assert len(lines) == 3
+    assert all(line.startswith("s.toml: expected ") for line in lines)
