@@ -217,12 +217,10 @@ def test_all_mistakes_of_a_sweep_are_named_at_once():
     assert "got both" in both
     assert "got [1, 1]" in seeds
     grid = {"kl_coef": [], "lam": 0.5}
-    with pytest.raises(InputError, match=r"for kl_coef .*\nexpected .* for lam of the"):
+    with pytest.raises(InputError, match=r"for kl_coef .*\nfile: .* for lam of the"):
         declaration.declared({"trainer": "ppo", "grid": grid}, source="file")
     options = {"out": "x", "seeds": [0]}
-    with pytest.raises(
-        InputError, match=r"got out, .*\nexpected .* got seeds, which is"
-    ):
+    with pytest.raises(InputError, match=r"got out, .*\nfile: .* got seeds, which is"):
         declaration.declared({"trainer": "ppo", "options": options}, source="file")
 
 
