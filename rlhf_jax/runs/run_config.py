@@ -7,7 +7,7 @@ import dataclasses
 import json
 import math
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +171,8 @@ def arguments(
     """
     words, faults = _words(config_class, fields, prefix="--")
     if faults:
-        lines = sorted(_with_successor(line, renamed or {}) for line in faults)
+        paths = list(_paths(config_class))
+        lines = sorted(_advised(line, paths, renamed or {}) for line in faults)
         raise InputError(
             f"{source} does not fit the options of this command:\n"
             + "\n".join(lines)
@@ -236,9 +237,26 @@ def word(value: Any) -> str:
     return str(value)
 
 
-def _with_successor(line: str, renamed: Mapping[str, str]) -> str:
-    """Adds the present option to the line about a field that was renamed."""
+def _paths(kind: Any, *, within: str = "") -> Iterator[str]:
+    """Yields the names of all options in a file, as "start.model"."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    for name in (field.name for field in dataclasses.fields(kind)):
+        group = choices.bare(hints[name])
+        if dataclasses.is_dataclass(group) and choices.spec_of(hints[name]) is None:
+            yield from _paths(group, within=f"{within}{name}.")
+        else:
+            yield f"{within}{name}"
+
+
+def _advised(line: str, paths: Sequence[str], renamed: Mapping[str, str]) -> str:
+    """Adds to the line about an unknown field its group, or the option that it is now.
+
+    A file with the options of a command line names no groups.
+    """
     path, _, fault = line.strip().partition(": ")
+    inner = [one for one in paths if one.endswith(f".{path.replace('-', '_')}")]
+    if fault == "unknown" and inner:
+        return f"{line}; it is {' or '.join(inner)}"
     parts = path.replace("_", "-").split(".")
     for start in range(len(parts) if fault == "unknown" else 0):  # groups have no name
         successor = renamed.get("--" + ".".join(parts[start:]))
@@ -301,11 +319,14 @@ def _record(fields: Mapping[str, Any], kinds: Mapping[str, Any]) -> Any:
     if unknown := [key for key in values if key not in names]:
         expected = ", ".join(names) or "no option"
         raise TypeError(f"expected {expected} with {name}, got {', '.join(unknown)}")
+    faults = []
     for key, value in values.items():
         try:
             values[key] = _decode(value, hints[key])
         except TypeError as error:
-            raise TypeError(f"{key}: {error}") from None
+            faults.append(f"{key}: {error}")
+    if faults:
+        raise TypeError("; ".join(faults))
     if missing := choices.missing(kind, values):
         raise TypeError(f"expected {', '.join(missing)} with {name}, got none")
     try:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.functional.errors import located, refuse
+from rlhf_jax.functional.errors import refuse
 from rlhf_jax.runs import parsing
 from rlhf_jax.runs.run_config import word
 
@@ -134,8 +134,11 @@ def _of_python(path: Path) -> dict[str, Any]:
 
 def declared(fields: Mapping[str, Any], *, source: str) -> Sweep:
     """Makes a sweep from the fields of a file; errors name their `source`."""
-    with located(source):
+    try:
         return _declared(fields)
+    except InputError as error:
+        lines = (f"{source}: {line}" for line in str(error).splitlines())
+        raise InputError("\n".join(lines)) from error.__cause__
 
 
 def _declared(fields: Mapping[str, Any]) -> Sweep:

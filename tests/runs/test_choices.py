@@ -353,6 +353,11 @@ def test_a_config_is_read_as_it_was_recorded(module, tmp_path):
             "method.sampler_correction: expected no option with ratio, got cap",
         ),
         (
+            'surrogate = { kind = "clip", clip_range = "x", dual_clip = [] }',
+            'method.surrogate: clip_range: expected a number, got "x"; dual_clip: '
+            "expected a number or None, got []\n",
+        ),
+        (
             "fixed_length = true",
             "method.fixed_length: 'true': expected truncate_after to be a whole number",
         ),
@@ -387,6 +392,19 @@ def test_a_choice_of_a_file_that_is_none_names_what_there_is(line, message, tmp_
     assert f"{path} does not fit the options of this command:\n  {message}" in str(
         error.value
     )
+
+
+def test_an_option_outside_its_group_is_reported_with_the_group(tmp_path):
+    path = tmp_path / "options.toml"
+    path.write_text("model = 'm'\nlearning-rate = 1\nlora = 4\ncolour = 1\n")
+    with pytest.raises(InputError) as error:
+        parse("--config", path)
+    assert str(error.value).splitlines()[1:-1] == [
+        "  colour: unknown",
+        "  learning-rate: unknown; it is optimizer.learning_rate",
+        "  lora: unknown; it is start.lora",
+        "  model: unknown; it is start.model",
+    ]
 
 
 def test_a_field_of_a_group_that_is_a_key_names_its_choice(tmp_path):

@@ -217,12 +217,10 @@ def test_all_mistakes_of_a_sweep_are_named_at_once():
     assert "got both" in both
     assert "got [1, 1]" in seeds
     grid = {"kl_coef": [], "lam": 0.5}
-    with pytest.raises(InputError, match=r"for kl_coef .*\nexpected .* for lam of the"):
+    with pytest.raises(InputError, match=r"for kl_coef .*\nfile: .* for lam of the"):
         declaration.declared({"trainer": "ppo", "grid": grid}, source="file")
     options = {"out": "x", "seeds": [0]}
-    with pytest.raises(
-        InputError, match=r"got out, .*\nexpected .* got seeds, which is"
-    ):
+    with pytest.raises(InputError, match=r"got out, .*\nfile: .* got seeds, which is"):
         declaration.declared({"trainer": "ppo", "options": options}, source="file")
 
 
@@ -287,3 +285,11 @@ def test_a_folder_has_the_sweep_that_was_asked_last(tmp_path, trainer):
     assert begun == asked
     assert (begun.question, begun.seeds, begun.claims) == ("Why?", (1, 2), claims)
     assert planned.runs_of(begun, out=tmp_path) == planned.runs_of(asked, out=tmp_path)
+
+
+def test_every_mistake_of_a_sweep_names_its_file():
+    with pytest.raises(InputError) as error:
+        declaration.declared({"command": "ppo", "colour": 1}, source="s.toml")
+    lines = str(error.value).splitlines()
+    assert len(lines) == 3
+    assert all(line.startswith("s.toml: expected ") for line in lines)

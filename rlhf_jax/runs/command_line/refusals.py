@@ -230,7 +230,8 @@ def _message(box: str, *, wanted: Any, args: Sequence[str], prog: str, see: str)
         return f"expected {missing}, got {got}; {see} explains more"
     if match := re.match(r"Unrecognized options: (.*)", first):
         words = match[1].replace(", ", " ")
-        near = [row.split()[0] for row in below if row.strip().startswith("--")]
+        shown = [row.split()[0] for row in below if row.strip().startswith("--")]
+        near = [option.rstrip(",") for option in shown]  # a flag and its --no-flag
         ask = f"did you mean {' or '.join(near[:3])}? " if near else ""
         return f"expected options of {prog}, got {words!r}; {ask}{see} lists them"
     return f"expected options of {prog}, got {first}; {see} lists them"

@@ -34,6 +34,8 @@ class Config:
     """Widths, or none."""
     control: Control | None = None
     """Choice."""
+    trackio: bool = False
+    """Flag."""
 
     def __post_init__(self):
         positive(num_steps=self.num_steps)
@@ -86,6 +88,11 @@ def refused(argv, **options):
             [*NEEDED, "--control=often"],
             "--control: expected one of fixed, linear, adaptive, pi, lagrangian, None, "
             "got 'often'; choose one",
+        ),
+        (
+            [*NEEDED, "--track", "3"],
+            "expected options of train, got '--track 3'; did you mean --trackio? "
+            "train --help lists them",
         ),
         (
             [*NEEDED, "--num-step", "3"],
