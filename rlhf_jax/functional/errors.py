@@ -98,9 +98,10 @@ def expect_between(least: int, most: int, **numbers: int) -> None:
     rlhf_jax.functional.errors.InputError: num_rooms: expected at least 2 and at most 8,
         got 9; choose another
     """
-    refuse(
+    faults = [
         f"{name}: expected at least {least} and at most {most}, got {number}; choose "
         f"another"
         for name, number in numbers.items()
         if not least <= number <= most
-    )
+    ]
+    refuse(faults)

@@ -12,6 +12,7 @@ import toy_episodes
 import toy_files
 
 from rlhf_jax import hf, masked, ppo
+from rlhf_jax.algorithms.batch import Request
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.data import batches
 from rlhf_jax.data.receipts import Receipts
@@ -84,9 +85,8 @@ def by_hand(files):
         state, by_step = models.train, []
         for step in range(STEPS):
             key = jax.random.fold_in(jax.random.key(0), step)
-            rollout, scores = draw(
-                state.policy, prompts=prompts[step], key=key, version=state.step
-            )
+            request = Request(prompts[step], key, state.step)
+            rollout, scores = draw(state.policy, request)
             state, stats, scored = learn(
                 state,
                 rollout=rollout,

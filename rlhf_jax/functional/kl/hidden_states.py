@@ -5,7 +5,7 @@ Columns shift by one here, as in `logprobs`: position t - 1 predicts token t.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypedDict, Unpack, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,27 +20,21 @@ Array = jax.Array
 Scalar = checks.Scalar
 
 
-class Reading(TypedDict, total=False):
-    """How both models are read: keyword arguments explained in `exact_from_hidden`."""
-
-    temperature: Scalar  # 1 by default
-    vocab_size: int | None
-    softcap: float | None
-    ref_softcap: float | None
-    first_column: int  # 1 by default
-    max_logits: int  # 2^24 by default
-    unused: unused_ids.Ranges
-
-
 def exact_from_hidden(
     hidden: Float[Array, "B S D"],
     head: Float[Array, "rows D"],
     ref_hidden: Float[Array, "B S ref_D"],
     ref_head: Float[Array, "ref_rows ref_D"],
     *,
+    temperature: Scalar = 1.0,
+    vocab_size: int | None = None,
+    softcap: float | None = None,
+    ref_softcap: float | None = None,
+    first_column: int = 1,
     direction: Direction = "reverse",
     k: int | None = None,
-    **reading: Unpack[Reading],
+    max_logits: int = 2**24,
+    unused: unused_ids.Ranges = (),
 ) -> Float32[Array, "B S"]:
     """Exact KL of logits = hidden·headᵀ, without an array [B, S, V] in either pass.
 
@@ -89,9 +83,19 @@ def exact_from_hidden(
     >>> print(kl.exact(hidden @ head.T, 2 * hidden @ head.T)[:, :-1])  # unshifted
     [[0.16  0.174]]
     """
-    policy, reference = (hidden, head), (ref_hidden, ref_head)
-    of = _Divergence(k=k, direction=direction)
-    return _from_hidden(policy, reference, of, **reading)
+    return _from_hidden(
+        (hidden, head),
+        (ref_hidden, ref_head),
+        k=k,
+        temperature=temperature,
+        vocab_size=vocab_size,
+        softcap=softcap,
+        ref_softcap=ref_softcap,
+        first_column=first_column,
+        direction=direction,
+        max_logits=max_logits,
+        unused=unused,
+    )
 
 
 def head_from_hidden(
@@ -102,7 +106,13 @@ def head_from_hidden(
     *,
     tokens: Int32[Array, "B S"],
     k: int,
-    **reading: Unpack[Reading],
+    temperature: Scalar = 1.0,
+    vocab_size: int | None = None,
+    softcap: float | None = None,
+    ref_softcap: float | None = None,
+    first_column: int = 1,
+    max_logits: int = 2**24,
+    unused: unused_ids.Ranges = (),
 ) -> tuple[Float32[Array, "B S"], Bool[Array, "B S"]]:
     """Σ_{v in K} P_v log(P_v/Q_v) of the policy's k most likely tokens K.
 
@@ -130,9 +140,20 @@ def head_from_hidden(
     [[0.    0.16  0.174]]
     """
     checks.shape(hidden.shape[:2], tokens=tokens)
-    policy, reference = (hidden, head), (ref_hidden, ref_head)
-    of = _Divergence(k=k, tokens=tokens)
-    return _from_hidden(policy, reference, of, **reading)
+    return _from_hidden(
+        (hidden, head),
+        (ref_hidden, ref_head),
+        k=k,
+        temperature=temperature,
+        vocab_size=vocab_size,
+        softcap=softcap,
+        ref_softcap=ref_softcap,
+        first_column=first_column,
+        direction="reverse",
+        max_logits=max_logits,
+        tokens=tokens,
+        unused=unused,
+    )
 
 
 def jensen_shannon_from_hidden(
@@ -143,7 +164,13 @@ def jensen_shannon_from_hidden(
     *,
     beta: Scalar,
     k: int | None = None,
-    **reading: Unpack[Reading],
+    temperature: Scalar = 1.0,
+    vocab_size: int | None = None,
+    softcap: float | None = None,
+    ref_softcap: float | None = None,
+    first_column: int = 1,
+    max_logits: int = 2**24,
+    unused: unused_ids.Ranges = (),
 ) -> Float32[Array, "B S"]:
     """Generalised Jensen-Shannon divergence, without an array [B, S, V] in either pass.
 
@@ -168,36 +195,39 @@ def jensen_shannon_from_hidden(
     >>> print(jensen_shannon_from_hidden(*models, beta=0.5, k=1))
     [[0.    0.029 0.026]]
     """
-    policy, reference = (hidden, head), (ref_hidden, ref_head)
-    of = _Divergence(k=k, beta=beta)
-    return _from_hidden(policy, reference, of, **reading)
-
-
-class _Divergence(NamedTuple):
-    """Which divergence; no keyword of `_from_hidden`, which would accept it unasked."""
-
-    k: int | None
-    direction: Direction = "reverse"
-    beta: Scalar | None = None  # of Jensen and Shannon
-    tokens: Array | None = None  # asks for the head alone
+    return _from_hidden(
+        (hidden, head),
+        (ref_hidden, ref_head),
+        k=k,
+        temperature=temperature,
+        vocab_size=vocab_size,
+        softcap=softcap,
+        ref_softcap=ref_softcap,
+        first_column=first_column,
+        direction="reverse",
+        max_logits=max_logits,
+        beta=beta,
+        unused=unused,
+    )
 
 
 def _from_hidden(
     policy: tuple[Array, Array],
     reference: tuple[Array, Array],
-    of: _Divergence,
-    /,
     *,
-    temperature: Scalar = 1.0,
-    vocab_size: int | None = None,
-    softcap: float | None = None,
-    ref_softcap: float | None = None,
-    first_column: int = 1,
-    max_logits: int = 2**24,
-    unused: unused_ids.Ranges = (),
+    k: int | None,
+    temperature: Scalar,
+    vocab_size: int | None,
+    softcap: float | None,
+    ref_softcap: float | None,
+    first_column: int,
+    direction: Direction,
+    max_logits: int,
+    unused: unused_ids.Ranges,
+    beta: Scalar | None = None,
+    tokens: Array | None = None,
 ) -> Any:
     (hidden, head), (ref_hidden, ref_head) = policy, reference
-    k, direction, beta, tokens = of
     checks.shape((None, None, None), hidden=hidden)
     batch, columns, _ = hidden.shape
     checks.shape((batch, columns, None), ref_hidden=ref_hidden)
