@@ -220,14 +220,14 @@ def _words(
 
 
 def words_of(option: str, value: Any) -> list[str]:
-    """Returns an option on a command line; True is --name, False is --no-name."""
-    group, dot, last = option.replace("_", "-").removeprefix("--").rpartition(".")
-    name = f"--{group}{dot}{last}"
+    """Returns --OPTION on a command line; True is --OPTION, False is --no-OPTION."""
+    option = option.replace("_", "-")
     if isinstance(value, bool):
-        return [name if value else f"--{group}{dot}no-{last}"]
+        group, dot, last = option.removeprefix("--").rpartition(".")
+        return [option if value else f"--{group}{dot}no-{last}"]
     if isinstance(value, list | tuple):
-        return [name, *map(word, value)]
-    return [f"{name}={word(value)}"]
+        return [option, *map(word, value)]
+    return [f"{option}={word(value)}"]
 
 
 def word(value: Any) -> str:
@@ -325,10 +325,10 @@ def _record(fields: Mapping[str, Any], kinds: Mapping[str, Any]) -> Any:
             values[key] = _decode(value, hints[key])
         except TypeError as error:
             faults.append(f"{key}: {error}")
+    if missing := choices.missing(kind, values):
+        faults.append(f"expected {', '.join(missing)} with {name}, got none")
     if faults:
         raise TypeError("; ".join(faults))
-    if missing := choices.missing(kind, values):
-        raise TypeError(f"expected {', '.join(missing)} with {name}, got none")
     try:
         return kind(**values)
     except InputError as error:  # a value is out of its range

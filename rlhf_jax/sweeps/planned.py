@@ -100,7 +100,9 @@ def runs_of(sweep: Sweep, *, out: Path) -> list[Planned]:
                 shown = ("rlhf-jax", trainer)
             place = Path(cell.name) / f"seed_{seed}"
             own = [*sweep.options.items(), *cell.options]
-            options = [one for option in own for one in words_of(*option)]
+            options = [
+                word for name, value in own for word in words_of(f"--{name}", value)
+            ]
             planned.append(
                 Planned(
                     cell=cell,

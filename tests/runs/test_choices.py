@@ -349,6 +349,11 @@ def test_a_config_is_read_as_it_was_recorded(module, tmp_path):
             "method.sampler_correction: expected cap with mask, got none",
         ),
         (
+            'sampler_correction = { kind = "mask", floor = "x" }',
+            'method.sampler_correction: floor: expected a number or None, got "x"; '
+            "expected cap with mask, got none",
+        ),
+        (
             'sampler_correction = { kind = "ratio", cap = 2 }',
             "method.sampler_correction: expected no option with ratio, got cap",
         ),
