@@ -94,6 +94,12 @@ class Play:
                 # Read everything first: a step draws a token in every place at once.
                 while self._read():
                     pass
+                forgotten = [
+                    episode.row
+                    for episode in self._live
+                    if not (episode.drawing or episode.future or episode.returns)
+                ]
+                assert not forgotten, f"rows {forgotten} neither draw nor wait"
                 if any(episode.drawing for episode in self._live):
                     self._advance()
                 elif self._live:
