@@ -39,7 +39,11 @@ TOY = {
     "repeats": 1,
     "held_out": 0.2,
 }
-TOY_WORDS = [word for option in TOY.items() for word in run_config.words_of(*option)]
+TOY_WORDS = [
+    word
+    for name, value in TOY.items()
+    for word in run_config.words_of(f"--{name}", value)
+]
 
 
 def play(*argv):
