@@ -99,7 +99,11 @@ class Play:
                     for episode in self._live
                     if not (episode.drawing or episode.future or episode.returns)
                 ]
-                assert not forgotten, f"rows {forgotten} neither draw nor wait"
+                if forgotten:  # a mistake here, which would loop without end
+                    raise RuntimeError(
+                        "expected every episode to draw or to wait once all have read,"
+                        f" got rows {forgotten} that do neither; report this mistake"
+                    )
                 if any(episode.drawing for episode in self._live):
                     self._advance()
                 elif self._live:

@@ -289,7 +289,9 @@ def test_an_episode_that_nothing_moves_on_raises(monkeypatch):
     monkeypatch.setattr(episodes.Play, "_copy", lambda self: None)
     shared = sharing([0, 0], sample=[0, 1])
     sampler = sampler_of(tiny.GPT2, Script(), places=2, chunk=2)
-    with pytest.raises(AssertionError, match=r"rows \[1\] neither draw nor wait"):
+    with pytest.raises(
+        RuntimeError, match=r"draw or to wait .* got rows \[1\] that do"
+    ):
         sampler(params_of(tiny.GPT2), Request(shared, jax.random.key(7)))
 
 

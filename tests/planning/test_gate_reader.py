@@ -103,8 +103,3 @@ def test_gradients_that_are_summed_whole_are_named():
     assert len(list(gate.summed_gradients(reader, smallest=count, devices=4))) == 1
     # Activations are summed over the fewer devices of `tensor`.
     assert not list(gate.summed_gradients(reader, smallest=count, devices=8))
-
-
-def test_a_loop_over_the_shares_of_one_product_is_none_over_tokens():
-    shares = PROGRAM.format(line="").replace("%body", "%windowed_dot_general_body_rs")
-    assert list(gate.Reader(shares).token_loops()) == []

@@ -51,12 +51,8 @@ class Reader:
     def token_loops(self):
         """Bodies of the loops over tokens, which end when every row has stopped."""
         for line in self.lines(*self.running):
-            if line.opcode != "while" or "known_trip_count" in line.rest:
-                continue
-            body = line.called("body")
-            # XLA makes a loop over shares of a product that waits for an exchange.
-            if "windowed_dot_general" not in body:
-                yield body
+            if line.opcode == "while" and "known_trip_count" not in line.rest:
+                yield line.called("body")
 
     def inside(self, name):
         """A computation and all computations that it calls, except fusions."""
@@ -261,7 +257,13 @@ def figures(config, options, names):
             bodies = list(reader.token_loops())
             result |= {
                 "loops": len(bodies),
-                "constants": [sum(reader.constants(b).values()) for b in bodies],
+                # XLA makes a loop over shares of a product that waits for an exchange,
+                # which carries that weight alone.
+                "constants": [
+                    sum(reader.constants(b).values())
+                    for b in bodies
+                    if "windowed_dot_general" not in b
+                ],
                 "kept": [reader.kept(b) for b in bodies],
                 "moved weights": [x for b in bodies for x in moved_weights(reader, b)],
                 "summed logits": [
