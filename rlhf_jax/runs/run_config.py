@@ -316,13 +316,13 @@ def _record(fields: Mapping[str, Any], kinds: Mapping[str, Any]) -> Any:
         raise TypeError(f"expected a kind of {', '.join(kinds)}, got {got}")
     kind, hints = kinds[name], typing.get_type_hints(kinds[name])
     names = [field.name for field in dataclasses.fields(kind)]
+    faults = []
     if unknown := [key for key in values if key not in names]:
         expected = ", ".join(names) or "no option"
-        raise TypeError(f"expected {expected} with {name}, got {', '.join(unknown)}")
-    faults = []
-    for key, value in values.items():
+        faults.append(f"expected {expected} with {name}, got {', '.join(unknown)}")
+    for key in (key for key in names if key in values):
         try:
-            values[key] = _decode(value, hints[key])
+            values[key] = _decode(values[key], hints[key])
         except TypeError as error:
             faults.append(f"{key}: {error}")
     if missing := choices.missing(kind, values):
